@@ -10,6 +10,8 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+#: The beginning of a line that says what to do about the verdict above it: a command, or a line to change.
+NEXT = "next:"
 #: The limit from which a size takes the next unit: at most three digits stand before the unit.
 _DIGITS = 999.5
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}

@@ -267,7 +267,7 @@ def test_a_host_that_can_not_be_reached(server: Sshd, tmp_path: Path) -> None:
     assert nobody.startswith(
         "nobody: 1 thing is wrong\n  wrong   ssh: it can't be reached: ssh: connect to host 127.0.0.1"
     )
-    assert "\n          → start sshd there" in nobody
+    assert "\n          next: start sshd there" in nobody
     assert "too few hosts were reached" in between
 
 

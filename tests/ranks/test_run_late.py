@@ -52,7 +52,7 @@ def _report(job: Running) -> list[str]:
     """The launcher's next message on a late rank, line by line; nothing else may come before it."""
     assert job.process.stderr is not None
     lines = [job.process.stderr.readline().rstrip("\n")]
-    while lines[-1] and not lines[-1].startswith("Nothing was stopped"):
+    while lines[-1] and not lines[-1].startswith("next: "):
         lines.append(job.process.stderr.readline().rstrip("\n"))
     return lines
 

@@ -36,13 +36,17 @@ def _describe(summary: Summary, peaks: dict[int, int | None] | None = None) -> s
     return RunSummary((summary,)).describe(peaks or {})
 
 
-def test_two_lines_when_all_is_well() -> None:
+_MORE = "next: lockstep runs report draws the run; lockstep runs plan estimates more ranks"
+
+
+def test_three_lines_when_all_is_well() -> None:
     even = {rank: {"data": 0.1, "forward": 0.3, "backward": 0.5, "wait": 0.1, "held": 0.1} for rank in (0, 1)}
     summary = _summary(even, samples=32_000)
     assert summary.bottleneck is Bottleneck.BALANCED
     assert _describe(summary, {0: 300 * _MB, 1: 412 * _MB}) == (
         "1,000 steps, 20 ms each, 3,200 samples/s on 2 ranks\n"
-        "balanced: data 10%, forward 30%, backward 50%, waiting 10%; at most 412 MiB of memory a rank"
+        "balanced: data 10%, forward 30%, backward 50%, waiting 10%; at most 412 MiB of memory a rank\n"
+        f"{_MORE}"
     )
 
 
@@ -63,7 +67,7 @@ def test_a_slow_rank_is_named_with_its_phase_and_what_it_costs(phase: str, bottl
     assert straggler is not None
     assert (straggler.rank, straggler.phase) == (1, Phase[phase.upper()])
     assert straggler.costs == pytest.approx(0.25 * 0.02)
-    first, why, head, *rows = _describe(summary, {0: None, 1: None, 2: None}).splitlines()
+    first, why, head, *rows, then = _describe(summary, {0: None, 1: None, 2: None}).splitlines()
     assert first == "1,000 steps, 20 ms each on 3 ranks"
     own, others = 20 * (usual[phase] + 0.25), 20 * usual[phase]
     assert why == (
@@ -75,6 +79,8 @@ def test_a_slow_rank_is_named_with_its_phase_and_what_it_costs(phase: str, bottl
         "1",
         *(f"{slow[column]:.0%}" for column in ("data", "forward", "backward", "own", "wait")),
     ]
+    assert then == f"next: {summary.advice()}"
+    assert ("lockstep runs stack 1 1" in then) is (phase != "forward")
 
 
 def test_what_may_be_chance_is_no_second_cause() -> None:
@@ -125,12 +131,32 @@ def test_what_limits_ranks_that_are_equal() -> None:
     assert _summary(each_other).bottleneck is Bottleneck.TURNS
 
 
+def test_each_verdict_says_what_to_do_next() -> None:
+    found = {
+        Bottleneck.INPUT: _summary({rank: {"data": 0.3, "forward": 0.7} for rank in (0, 1)}),
+        Bottleneck.COMMUNICATION: _summary({rank: {"forward": 0.6, "wait": 0.4} for rank in (0, 1)}),
+        Bottleneck.TURNS: _summary({rank: {"forward": 0.6, "wait": 0.4, "held": 0.4} for rank in (0, 1)}),
+        Bottleneck.SHORT: _summary({0: {"forward": 1.0}}, steps=3),
+    }
+    assert {summary.bottleneck for summary in found.values()} == {*found}
+    told = [summary.advice() for summary in found.values()]
+    apart = _summary({rank: {"forward": 0.6, "wait": 0.4} for rank in (0, 1)}, away=1)
+    told.append(apart.advice())
+    assert len({*told}) == 5, told
+    assert "num_workers" in told[0]
+    assert "lockstep doctor HOST HOST" in told[-1]
+    for summary in (*found.values(), apart):
+        assert _describe(summary).splitlines()[-1] == f"next: {summary.advice()}"
+        assert summary.to_json({})["next"] == summary.advice()
+
+
 def test_one_rank_alone_holds_up_nobody() -> None:
     summary = _summary({0: {"forward": 0.5, "own": 0.5}})
     assert summary.bottleneck is Bottleneck.BALANCED
     assert _describe(summary, {0: 3 * 2**30}).splitlines() == [
         "1,000 steps, 20 ms each on 1 rank",
         "balanced: forward 50%, your code 50%; at most 3 GiB of memory a rank",
+        _MORE,
     ]
 
 
@@ -139,13 +165,13 @@ def test_one_rank_alone_holds_up_nobody() -> None:
     [({0: 300 * _MB}, "too short to tell: at most 300 MiB of memory a rank"), ({0: None}, "too short to tell")],
 )
 def test_a_run_of_a_moment_says_what_is_known_of_it(peaks: dict[int, int | None], said: str) -> None:
-    assert _describe(_summary({0: {}}, seconds=0.0, looks=0), peaks).splitlines()[1:] == [said]
+    assert _describe(_summary({0: {}}, seconds=0.0, looks=0), peaks).splitlines()[1:-1] == [said]
 
 
 def test_of_many_ranks_those_that_wait_least_have_a_row() -> None:
     ranks = {rank: {"forward": 0.5, "wait": 0.5} for rank in range(64)}
     ranks[37] = {"forward": 1.0, "held": 31.5}
-    lines = _describe(_summary(ranks)).splitlines()
+    *lines, _ = _describe(_summary(ranks)).splitlines()
     assert len(lines) == 3 + 16 + 1
     assert any(line.split()[0] == "37" for line in lines[3:-1])
     assert lines[-1] == "(and 48 ranks that wait longer)"
@@ -204,7 +230,7 @@ def test_ranks_of_other_machines_count_from_when_they_are_known_and_by_their_own
     assert straggler.costs == pytest.approx(1 / 3)
     text = _describe(summary, {0: 5 * _MB})
     assert "on 2 ranks; start-up and first steps took 10.00 s\n" in text
-    assert [line.split()[-1] for line in text.splitlines()[-2:]] == ["MiB", "MiB"]
+    assert [line.split()[-1] for line in text.splitlines()[-3:-1]] == ["MiB", "MiB"]
 
 
 def test_who_works_while_others_wait_holds_them_up() -> None:

@@ -210,7 +210,7 @@ def test_the_last_moment_of_a_start_is_recorded_whenever_it_comes(tmp_path: Path
     recorder = _record(tmp_path / "run", clock, step=0.1, end=False)
     clock.now += 0.4
     recorder.add({rank: _progress(304, step=0.1) for rank in range(2)}, {0: 1, 1: None})
-    recorder.end_start(305)
+    recorder.end_start(305, before=None)
     recorder.end(exit_code=0, summary=None, peaks={})
     run = history.read(tmp_path / "run")
     assert run.series[0].columns["steps"][-1] == (304, 304)

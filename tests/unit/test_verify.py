@@ -398,6 +398,7 @@ def test_the_report_says_verdict_parameter_size_and_reason(tmp_path: Path) -> No
     assert "2 ranks: different from step 1 on" in text
     assert "differs by 100.0% of its size" in text
     assert "2 times those of one rank" in text
+    assert "\n  next:   " in text
     assert max(map(len, text.splitlines())) <= 120
     found = as_json(result)
     assert found["verdict"] == "different"

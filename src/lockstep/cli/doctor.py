@@ -12,7 +12,7 @@ import click
 
 from lockstep.cli.options import AS_JSON, LocalPath, local_ranks
 from lockstep.cli.terminal import errors, say
-from lockstep.text import counted
+from lockstep.text import NEXT, counted
 
 if TYPE_CHECKING:
     from lockstep.tools.doctor.findings import Finding
@@ -102,7 +102,7 @@ def _lines(finding: Finding) -> list[str]:
     indent = " " * len(level)
     lines = _wrapped(level + about + finding.what, indent)
     if finding.advice:
-        lines += _wrapped(f"{indent}→ {finding.advice}", f"{indent}  ")
+        lines += _wrapped(f"{indent}{NEXT} {finding.advice}", f"{indent}{' ' * len(NEXT)} ")
     return lines
 
 

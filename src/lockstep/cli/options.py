@@ -94,6 +94,26 @@ def max_restarts(default: str) -> Callable[[_Command], _Command]:
     return click.option("--max-restarts", type=click.IntRange(min=0), metavar="K", help=text)
 
 
+class Price(click.ParamType):  # type: ignore[type-arg]  # not generic in older versions of click
+    """A price of a node and an hour."""
+
+    name = "price"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number."""
+        from lockstep.job.useful import parse_price
+
+        try:
+            return value if isinstance(value, float) else parse_price(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def price(help: str) -> Callable[[_Command], _Command]:
+    """Return the option --price."""
+    return click.option("--price", type=Price(), metavar="AMOUNT/h", help=help)
+
+
 def log_dir(help: str, *, default: str | None = None) -> Callable[[_Command], _Command]:
     """Return the option --log-dir."""
     return click.option(

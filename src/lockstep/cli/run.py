@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from lockstep.cli import terminal
-from lockstep.cli.options import PASSES_ON, grace, local_ranks, log_dir, max_restarts, takes_program
+from lockstep.cli.options import PASSES_ON, grace, local_ranks, log_dir, max_restarts, price, takes_program
 
 
 @click.command(
@@ -66,6 +66,7 @@ from lockstep.cli.options import PASSES_ON, grace, local_ranks, log_dir, max_res
 )
 @log_dir("Folder for the logs of the ranks (rank1.log and so on) and the record of the run.")
 @click.option("--all-output", is_flag=True, help="Show the output of all ranks, not only that of rank 0.")
+@price("Price of one node per hour, such as 3.2/h: the summary says what the run and its waits cost.")
 @click.option("--quiet", is_flag=True, help="Print no summary at the end, like LOCKSTEP_QUIET=1.")
 @click.option(
     "--trace",
@@ -91,6 +92,7 @@ def run(
     master_port: int | None,
     log_dir: Path | None,
     all_output: bool,
+    price: float | None,
     quiet: bool,
     trace: str | None,
     grace: float,
@@ -116,6 +118,7 @@ def run(
     try:
         if hosts is not None:
             sys.exit(_run_on_hosts(hosts, given))
+        from lockstep.launch import report
         from lockstep.launch.run import run as run_job  # refuses other systems than Linux
         from lockstep.launch.spec import JobSpec, NodeOptions, Output, Program, node_place, parse_ranks
 
@@ -130,7 +133,8 @@ def run(
             nnodes, node_rank, master_addr, master_port, standalone, rdzv, rdzv_id, local_addr, join_timeout
         )
         place = node_place(asked, env)
-        nproc = parse_ranks(ranks or place.ranks or "auto", cores=machine.cores(), gpus=machine.gpus())
+        cores, gpus = machine.cores(), machine.gpus()
+        nproc = parse_ranks(ranks or place.ranks or "auto", cores=cores, gpus=gpus)
         spec = JobSpec(
             Program.read(program, args, is_module),
             nproc=nproc,
@@ -141,6 +145,7 @@ def run(
             log_dir=log_dir,
             output=Output.ALL if all_output else Output.FIRST,
             quiet=quiet or knobs.quiet(),
+            price=price,
             trace=knobs.trace() if trace is None else _parse_trace(trace),
             grace=grace,
             max_restarts=(place.restarts or 0) if max_restarts is None else max_restarts,
@@ -148,6 +153,8 @@ def run(
             regroup_after=regroup_after,
             one_terminal=hosted,
         )
+        if not (ranks or place.ranks or hosted or spec.quiet):
+            report.say(report.ranks_by_default(nproc, cores=cores, gpus=gpus))
         sys.exit(run_job(spec))
     except (ValueError, LockstepError) as error:
         if hosted:
@@ -162,7 +169,7 @@ def run(
 #: Options that say where the machines are, as --hosts does.
 _ELSEWHERE = ("nnodes", "rdzv", "rdzv_id", "node_rank", "master_addr", "master_port", "local_addr", "standalone")
 #: Options that each host's launcher is given as they are.
-_EVERYWHERE = ("join_timeout", "regroup_after", "log_dir", "trace", "grace", "max_restarts")
+_EVERYWHERE = ("join_timeout", "regroup_after", "log_dir", "price", "trace", "grace", "max_restarts")
 
 
 def _run_on_hosts(hosts: str, given: dict[str, Any]) -> int:

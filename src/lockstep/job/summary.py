@@ -18,12 +18,14 @@ import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from lockstep.job.account import FEWEST_LOOKS, FEWEST_STEPS, Ledger, Progress, TimeAccount
 from lockstep.job.page import NAMES, Phase
 from lockstep.job.stretches import Stretch, find
-from lockstep.text import as_clock, as_duration, as_size, counted, in_columns, joined, numbered
+from lockstep.job.useful import UsefulTime
+from lockstep.text import NEXT, as_clock, as_duration, as_size, counted, in_columns, joined, numbered
 
 #: The fractions of a step that data, and waiting for no rank of this machine, must take to be named as the limit.
 _INPUT, _NETWORK = 0.2, 0.3
@@ -35,6 +37,8 @@ _WORTH, _NEARLY_ALL = 0.01, 0.8
 _COLLECTED, _STARTING = 0.01, 0.1
 #: The most ranks with a row of their own, and the most stretches that are told.
 _ROWS, _STRETCHES = 16, 5
+#: The useful time of what is no whole run.
+_UNKNOWN = UsefulTime(0.0)
 #: Column of the table -> its contents.
 _COLUMNS = {
     "data": (Phase.DATA,),
@@ -76,6 +80,8 @@ class Summary(TimeAccount):
     lasted: float = 0.0
     #: The job's machines with their numbers of ranks; empty: there is one.
     machines: tuple[tuple[str, int], ...] = ()
+    #: The steps of the whole run before the start, the first of these; None: nobody counts them.
+    before: int | None = None
     #: The stretches of time in which a rank held up the others.
     stretches: tuple[Stretch, ...] = ()
 
@@ -91,6 +97,7 @@ class Summary(TimeAccount):
         here: Collection[int],
         world_size: int,
         machines: Sequence[tuple[str, int]] = (),
+        before: int | None = None,
     ) -> Summary | None:
         """Sum up one start; None: there was no second step.
 
@@ -102,6 +109,7 @@ class Summary(TimeAccount):
             here: the ranks of this machine.
             world_size: ranks of the job.
             machines: those of the job, and how many ranks each has.
+            before: the steps that the run had before this start, of which a Checkpointer knows; None: not known.
         """
         if not ledger.moments:
             return None
@@ -119,6 +127,7 @@ class Summary(TimeAccount):
             lasted=max(end, last.at) - begin,
             machines=tuple((str(host), int(ranks)) for host, ranks in machines),
             stretches=tuple(find(ledger.moments, here)),
+            before=before,
         )
 
     def joins(self, other: Summary) -> bool:
@@ -193,6 +202,35 @@ class Summary(TimeAccount):
             return f"{bottleneck.value}: {told}" if told else bottleneck.value
         return f"{bottleneck.value}: {self._why(bottleneck)}"
 
+    def advice(self) -> str:
+        """Return what to do next, with the command or the line to change."""
+        straggler = self.straggler()
+        if straggler is not None and straggler.collects:
+            return "gc.freeze() once the model and the data are there leaves Python's garbage collector fewer objects"
+        if straggler is not None and straggler.phase is Phase.DATA:
+            return (
+                f"lockstep runs stack 1 {straggler.rank}, while it runs, shows what its data waits for: its disk, its "
+                "workers, larger samples"
+            )
+        if straggler is not None and straggler.phase in (Phase.OWN, Phase.EVALUATE):
+            return f"lockstep runs stack 1 {straggler.rank}, while it runs, prints the line that takes so long"
+        if straggler is not None:
+            return (
+                "lockstep doctor looks for other programs and limits where it runs; a rank that is slower by nature is "
+                "given less by lockstep.shard(loader, slices=lockstep.Slices(8, balance=True))"
+            )
+        if self.bottleneck is Bottleneck.COMMUNICATION and len(self.here) < self.world_size:
+            return (
+                "lockstep doctor HOST HOST times the link between hosts; lockstep runs plan shows what a larger batch "
+                "or a faster link would give"
+            )
+        return {
+            Bottleneck.INPUT: "give the loader more workers: DataLoader(…, num_workers=4, persistent_workers=True)",
+            Bottleneck.COMMUNICATION: "a larger batch or fewer ranks: a step computes too little for its average",
+            Bottleneck.TURNS: "lockstep runs report shows who is waited for, and when",
+            Bottleneck.SHORT: f"a run of {FEWEST_STEPS} steps and two seconds of training has a verdict",
+        }.get(self.bottleneck, "lockstep runs report draws the run; lockstep runs plan estimates more ranks")
+
     def remarks(self) -> list[str]:
         """Return what else there is to say, a line each: of GPUs, stretches, and the garbage collector."""
         return [*self._devices(), *self._stretches(), *self._collector()]
@@ -257,7 +295,7 @@ class Summary(TimeAccount):
         straggler, step = self.straggler(), self.step
         if straggler is None:
             return {
-                Bottleneck.INPUT: "the ranks wait for their data; more or faster workers of the loader",
+                Bottleneck.INPUT: "the ranks wait for their data",
                 Bottleneck.COMMUNICATION: "all ranks wait at once, for the network"
                 + (" or for memory" if len(self.here) == self.world_size else " or for ranks of other machines"),
             }.get(bottleneck, "the ranks wait for each other in turn, and none is slower than the others all the time")
@@ -297,6 +335,7 @@ class Summary(TimeAccount):
                 for stretch in self.remarkable
             ],
             "verdict": self.verdict(peaks),
+            "next": self.advice(),
             "remarks": self.remarks(),
         }
 
@@ -307,14 +346,16 @@ class RunSummary:
 
     #: The summaries of consecutive starts on the same ranks, in order; at least one.
     parts: tuple[Summary, ...]
+    useful: UsefulTime = _UNKNOWN
 
     @classmethod
-    def of(cls, starts: Sequence[Summary], *, began: float = 0.0) -> RunSummary | None:
+    def of(cls, starts: Sequence[Summary], *, began: float = 0.0, lasted: float = 0.0) -> RunSummary | None:
         """Put the starts of a run together; None: there is none.
 
         Args:
             starts: in order.
             began: when the run began, on the clock of their moments; what is told counts from then.
+            lasted: the seconds of the whole run.
         """
         parts: list[Summary] = []
         for start in starts:
@@ -324,7 +365,7 @@ class RunSummary:
                 parts[-1] = parts[-1].plus(shifted)
             else:
                 parts.append(shifted)
-        return cls(tuple(parts)) if parts else None
+        return cls(tuple(parts), _useful(starts, parts, lasted)) if parts else None
 
     @property
     def is_whole(self) -> bool:
@@ -366,12 +407,13 @@ class RunSummary:
             line += f"; start-up and first steps{of_all} took {as_duration(starting)}"
         return line
 
-    def describe(self, peaks: Mapping[int, int | None]) -> str:
-        """Describe it: two lines, and a row for each rank where one of them or a phase stands out; where there were
-        several numbers of ranks, that for each.
+    def describe(self, peaks: Mapping[int, int | None], *, price: float | None = None) -> str:
+        """Describe it: three lines, and a row for each rank where one of them or a phase stands out; where there were
+        several numbers of ranks, that for each; where there were restarts or there is a price, the useful time.
 
         Args:
             peaks: the most memory that each rank of this machine ever had, in bytes; None: not known.
+            price: of a node and an hour; None: not known.
         """
         lines = [self.headline()]
         for part in self.parts:
@@ -379,7 +421,11 @@ class RunSummary:
             verdict = part.verdict(known)
             if len(self.parts) > 1:
                 verdict = f"{numbered('start', part.starts)}: {RunSummary((part,)).headline()}\n{verdict}"
-            lines += [verdict, *part.remarks(), *part.table(known)]
+            lines += [verdict, *part.remarks(), *part.table(known), f"{NEXT} {part.advice()}"]
+        if price is not None:
+            lines.append(self.useful.describe_cost(price))
+        if price is not None or self.useful.restarts:
+            lines.append(self.useful.describe())
         return "\n".join(lines)
 
     def to_json(self, peaks: Mapping[int, int | None]) -> dict[str, Any]:
@@ -409,10 +455,51 @@ class RunSummary:
             "ranks": {str(rank): _told(each, peaks.get(rank, each.memory or None)) for rank, each in ranks.items()},
             "stretches": [stretch for part in parts for stretch in part["stretches"]],
             "headline": self.headline(),
+            "useful": self.useful.to_json(),
             "remarks": remarks,
             **({"parts": parts} if several else {}),
             "text": self.describe(peaks),
         }
+
+
+def _useful(starts: Sequence[Summary], parts: Sequence[Summary], lasted: float) -> UsefulTime:
+    """Tell the useful part of a run from the rest. See Note [Useful time] in useful.py.
+
+    Args:
+        starts: the summaries of its starts.
+        parts: those of consecutive starts on the same ranks put together.
+        lasted: the seconds of the whole run.
+    """
+    within = sum(start.lasted for start in starts)
+    lasted = max(lasted, within)
+    restarts = max(start.starts[-1] for start in starts)
+    first = sum(start.starting for start in starts if start.starts == (0,))
+    others = sum(start.starting for start in starts) - first
+    outside = lasted - within  # imports, machines that meet, ends of starts, starts without a second step
+    repeated, repeating = 0, 0.0
+    for start, then in pairwise(starts):
+        if start.before is not None and then.before is not None:
+            again = max(0, start.before + start.taken - then.before)
+            repeated += again
+            repeating += again * start.step
+    late: dict[int, float] = {}
+    for part in parts:
+        straggler = part.straggler()
+        if straggler is not None:
+            late[straggler.rank] = late.get(straggler.rank, 0.0) + straggler.costs * part.steps
+        for stretch in part.remarkable:
+            if straggler is None or stretch.rank != straggler.rank:
+                late[stretch.rank] = late.get(stretch.rank, 0.0) + stretch.lost
+    return UsefulTime(
+        lasted,
+        starting=first if restarts else first + outside,
+        restarting=outside + others + repeating if restarts else 0.0,
+        restarts=restarts,
+        repeated=repeated,
+        late=late,
+        saving=sum(part.seconds * statistics.mean(part.share(rank, "saving") for rank in part.ranks) for part in parts),
+        nodes=sum((len(start.machines) or 1) * start.lasted for start in starts) / within if within else 1.0,
+    )
 
 
 def _known(part: Summary, peaks: Mapping[int, int | None]) -> dict[int, int | None]:

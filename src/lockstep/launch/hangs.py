@@ -192,13 +192,16 @@ class HangWatch:
         self._verdict, self.text = None, ""
         return [text]
 
-    def summary(self, *, number: int, begin: float, machines: Sequence[tuple[str, int]]) -> Summary | None:
+    def summary(
+        self, *, number: int, begin: float, machines: Sequence[tuple[str, int]], before: int | None
+    ) -> Summary | None:
         """Return what the ranks' time went to, once they have ended; None: they took no two steps.
 
         Args:
             number: how many starts came before.
             begin: when this one began, on the monotonic clock.
             machines: those of the job, and how many ranks each has.
+            before: the steps that the run had before this start; None: not known.
         """
         now = time.monotonic()
         self._ledger.add(self.known(now), now=now, looks=self._looker.looks)
@@ -211,6 +214,7 @@ class HangWatch:
             here=self._ranks,
             world_size=self._world_size,
             machines=machines,
+            before=before,
         )
 
     @property

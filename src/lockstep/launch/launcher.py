@@ -88,6 +88,11 @@ class Attempt:
         run = self._pages.get(rank, Cell.RUN_STEPS) or taken
         return (run - 1 if run else None), (taken - 1 if taken else None)
 
+    def steps_before(self, rank: int) -> int | None:
+        """Return the optimizer steps that the run had before this start; None where no Checkpointer counts them."""
+        run, taken = (self._pages.get(rank, cell) for cell in (Cell.RUN_STEPS, Cell.STEPS))
+        return max(0, run - taken) if run and taken else None
+
     def look(self, rank: int) -> Look:
         """Return a rank's page as it is now."""
         return self._pages.look(rank)
@@ -263,7 +268,8 @@ class Launcher:
         self._see_folder()
         said = self.attempt.hangs.ended(self.policy.states)
         self._end_start()
-        summary = RunSummary.of(self._summaries, began=self.recorder.clock)
+        clock = self.recorder.clock
+        summary = RunSummary.of(self._summaries, began=clock, lasted=time.monotonic() - clock)
         traced = self._end_trace()
         for text in traced:
             self.recorder.event("trace", text)
@@ -271,7 +277,7 @@ class Launcher:
         alone = self.spec.rendezvous is None or (summary is not None and not summary.parts[-1].is_whole)
         speaks = self._speaks_for_all or alone
         if summary is not None and speaks and exit_code in (0, EXIT_SAVED) and not self.spec.quiet:
-            said.append("\n".join([summary.describe(self._peaks), *self.recorder.remarks()]))
+            said.append("\n".join([summary.describe(self._peaks, price=self.spec.price), *self.recorder.remarks()]))
         self.recorder.end(exit_code=exit_code, summary=summary, peaks=self._peaks)
         return said
 
@@ -290,13 +296,16 @@ class Launcher:
         """Record what the ranks have done to their end, and sum it up: also if they have ended before somebody looked
         at their steps."""
         attempt, now = self.attempt, time.monotonic()
-        summary = attempt.hangs.summary(number=attempt.number, begin=attempt.began, machines=self._machines)
+        before = attempt.steps_before(attempt.round.local_ranks[0])
+        summary = attempt.hangs.summary(
+            number=attempt.number, begin=attempt.began, machines=self._machines, before=before
+        )
         if summary is not None:
             self._summaries.append(summary)
         for rank, state in self.policy.states.items():
             self._peaks[rank] = max(self._peaks.get(rank) or 0, state.peak or 0) or None
         self._record_progress(now)
-        self.recorder.end_start(attempt.hangs.taken)
+        self.recorder.end_start(attempt.hangs.taken, before=before)
 
     def _record_start(self) -> None:
         attempt = self.attempt

@@ -21,7 +21,7 @@ from lockstep.launch.evidence import MachineFacts, ProcessFacts, Stack
 from lockstep.launch.policy import Ending, Failure, Refusal, first_failure
 from lockstep.launch.processes import name
 from lockstep.rendezvous.messages import Round
-from lockstep.text import as_size, counted, last_lines, which_ranks
+from lockstep.text import NEXT, as_size, counted, last_lines, which_ranks
 
 #: The most ranks that are listed one by one.
 _RANKS = 16
@@ -96,6 +96,20 @@ def met() -> None:
     """Let who shows the messages of several launchers know that they have found each other."""
     if _reader is not None:
         os.write(_reader, MET + b"\n")
+
+
+def ranks_by_default(count: int, *, cores: int, gpus: int) -> str:
+    """Say how many ranks there are where the user has not said it, and why.
+
+    Args:
+        count: the ranks of this machine.
+        cores: its cores.
+        gpus: its GPUs.
+    """
+    if gpus:
+        return f"{counted(count, 'rank')}, one for each GPU (-n says how many)"
+    more = f"; -n {cores} for more" if cores > count else ""
+    return f"{counted(count, 'rank')} ({counted(cores, 'core')}, no GPU{more})"
 
 
 def machines(round_: Round) -> str:
@@ -559,12 +573,22 @@ def describe_late(verdict: HangVerdict, ranks: Mapping[int, Known], *, now: floa
         for rank in late[:_RANKS]:
             lines += _late(ranks[rank], now)
         lines += _waiting([ranks[rank] for rank in verdict.waiting], now)
-    lines += _calls_for_all(verdict, ranks)
-    lines.append(
-        "Nothing was stopped: the wait ends with an error after its time limit. If this is meant to take its time, "
-        'put it into `with lockstep.expect_slow("…"):`'
-    )
+    lines.append("Nothing was stopped: the wait ends with an error after its time limit.")
+    lines += [f"{NEXT} {text}" for text in _calls_for_all(verdict, ranks) or [_what_to_do(verdict, ranks)]]
     return "\n".join(lines)
+
+
+def _what_to_do(verdict: HangVerdict, ranks: Mapping[int, Known]) -> str:
+    """Return what to do about ranks that are late, one of which may say so by itself."""
+    for known in (ranks[rank] for rank in verdict.late):
+        if known.facts is not None and known.facts.state == "T":
+            return f"kill -CONT {known.pid} lets rank {known.rank} go on"
+        if known.stack is not None and known.stack.collects:
+            return "gc.freeze() once the model and the data are there; gc.disable() where the program leaves no cycles"
+    return (
+        "lockstep runs stack prints where every rank is now; what is meant to take its time goes into "
+        '`with lockstep.expect_slow("…"):`'
+    )
 
 
 def _calls_for_all(verdict: HangVerdict, ranks: Mapping[int, Known]) -> list[str]:
@@ -575,7 +599,7 @@ def _calls_for_all(verdict: HangVerdict, ranks: Mapping[int, Known]) -> list[str
     found = [_CALL.match(known.look.waits_in) for known in ranks.values() if known.look.mark.waiting]
     calls = [each and each[1] for each in found]
     odd = {call for call in calls if call and (calls.count(call) < len(calls) or len(calls) < len(ranks))}
-    return [f"{advice(call)}." for call in sorted(odd)]
+    return [advice(call) for call in sorted(odd)]
 
 
 def over(verdict: HangVerdict, *, now: float) -> str:
@@ -623,9 +647,7 @@ def _late(known: Known, now: float | None) -> list[str]:
     if look.reason:
         lines.append(f"  inside lockstep.expect_slow({look.reason!r})")
     if stack is not None and stack.collects:
-        lines.append(
-            "  Python's garbage collector is at work: gc.freeze() leaves it fewer objects to scan, gc.disable() none"
-        )
+        lines.append("  Python's garbage collector is at work")
     if stack is not None and stack.frames:
         lines.append("  its Python stack, the innermost line first:")
         lines += [f"    {frame}" for frame in stack.frames[:_FRAMES]]

@@ -96,6 +96,8 @@ class JobSpec:
     grace: float = DEFAULT_GRACE
     #: True if the summary at the end is left out.
     quiet: bool = field(default_factory=knobs.quiet)
+    #: The price of a node and an hour, which the summary reckons with; None: not known.
+    price: float | None = None
     #: The number of traced steps, and of the steps before them; None: no step is traced.
     trace: tuple[int, int] | None = field(default_factory=knobs.trace)
     #: The limit on restarts of all ranks after one failed.

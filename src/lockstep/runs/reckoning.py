@@ -26,7 +26,7 @@ def summary_of(run: Run) -> dict[str, Any] | None:
     if recorded is not None and "step" in recorded:  # (those of earlier versions were about the last start alone)
         return recorded
     found = [start for start in (_start(run, start) for start in run.about["starts"]) if start is not None]
-    summary = RunSummary.of(found)
+    summary = RunSummary.of(found, lasted=run.seconds)
     return None if summary is None else summary.to_json({})
 
 
@@ -54,6 +54,7 @@ def _start(run: Run, start: dict[str, Any]) -> Summary | None:
         here=here,
         world_size=int(start.get("world_size", len(series.ranks))),
         machines=start.get("machines") or (),
+        before=start.get("before"),
     )
 
 

@@ -130,15 +130,16 @@ class Recorder:
         if self._take_notes():
             self._update()
 
-    def end_start(self, steps: int) -> None:
+    def end_start(self, steps: int, *, before: int | None) -> None:
         """The ranks of this start have ended: the last moment that was added is their last, whenever a row is due.
 
         Args:
             steps: the optimizer steps that each has taken.
+            before: the steps that the run had before this start; None: not known.
         """
         if self._series is None or self._start is None or self._failed:
             return
-        self._start["steps"] = steps
+        self._start |= {"steps": steps, "before": before}
         try:
             self._series.end()
         except OSError as error:

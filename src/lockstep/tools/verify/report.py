@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lockstep.text import counted, joined, listed
+from lockstep.launch.spec import Program
+from lockstep.text import NEXT, counted, joined, listed
 from lockstep.tools.verify.compare import Distance, FindingKind, Judgement, Stage, StepDifference
 from lockstep.tools.verify.records import VERSION
 from lockstep.tools.verify.runs import Contrast, Result
@@ -24,6 +26,8 @@ def describe(result: Result) -> str:
     lines = [f"{program}: {counted(result.steps, 'step')} on one rank and on {ranks}, {_threads(result)}"]
     for contrast in result.contrasts:
         lines += ["", *_contrast(contrast, result.rounding)]
+        if contrast.judgement.kind is not FindingKind.DIFFERENT:
+            lines += _wrapped(_then(contrast, result.asked.program), label=NEXT)
     if result.put_back or result.left:
         lines.append("")
     if result.put_back:
@@ -89,9 +93,17 @@ def _contrast(contrast: Contrast, rounding: Distance | None) -> Iterator[str]:
         for number, reason in enumerate(contrast.reasons):
             label = ("why" if reason.sure else "likely") if number == 0 else "also"
             yield from _wrapped(f"{reason.cause.value}: {reason.evidence}", label=label)
-            yield from _wrapped(f"→ {reason.advice}", label=" ", hanging=2)
+            yield from _wrapped(reason.advice, label=NEXT)
     for remark in contrast.remarks:
         yield from _wrapped(remark, label="note")
+
+
+def _then(contrast: Contrast, program: Program) -> str:
+    """Return what to do with a script that trains the same on these ranks."""
+    train = shlex.join(["lockstep", "run", "-n", str(contrast.ranks), *program.words])
+    if contrast.judgement.kind is FindingKind.BITS:
+        return train
+    return f"{train}; lockstep.shard(loader, slices=8) has the same bits on any number of ranks"
 
 
 def _verdict(judgement: Judgement) -> str:
@@ -153,10 +165,10 @@ def _few(steps: list[StepDifference]) -> list[StepDifference]:
     return [each for each in steps if each.step in chosen]
 
 
-def _wrapped(text: str, *, label: str = "", hanging: int = 0) -> list[str]:
-    """Break a sentence into lines, the first behind ``label``, the others ``hanging`` further in."""
+def _wrapped(text: str, *, label: str = "") -> list[str]:
+    """Break a sentence into lines, the first behind ``label``."""
     first = f"{_INDENT}{label:<8}" if label else _INDENT
-    later = " " * (len(first) + hanging)
+    later = " " * len(first)
     return textwrap.wrap(
         text, _WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
     )

@@ -1,0 +1,127 @@
+"""Which part of a run's time was useful, what the rest went to, and what both cost. Pure.
+
+Note [Useful time]
+~~~~~~~~~~~~~~~~~~
+A second of a run is useful if a step that counts was under way in it. (Others call the useful part goodput.) What is
+not useful has one of four causes, told apart so that a second is lost once: the start-up of the first start, up to its
+second step; restarts, with what they wait for, their start-up, and the steps that are taken a second time since the run
+resumed from an earlier checkpoint; a rank that held up the others, as the verdict on the run blames it (Note [What a
+slow rank costs] in account.py), or else in the stretches that are told; and saving, in the mean of the ranks.
+
+A price is that of a node and an hour. All nodes of a run are paid from its beginning to its end; where their number
+changed, their mean over time counts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.text import as_clock, counted, joined
+
+#: The fraction of the time or of the cost from which a cause is told.
+_WORTH = 0.005
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class UsefulTime:
+    """What a run's time went to, from its beginning to its end; in seconds."""
+
+    lasted: float
+    #: From the beginning to the second step of the first start.
+    starting: float = 0.0
+    #: All that restarts took, and how many there were.
+    restarting: float = 0.0
+    restarts: int = 0
+    #: The steps that were taken a second time; what they took is part of ``restarting``.
+    repeated: int = 0
+    #: Rank -> what the others waited for it.
+    late: dict[int, float] = field(default_factory=dict)
+    saving: float = 0.0
+    #: The nodes of the job, in the mean over time.
+    nodes: float = 1.0
+
+    @property
+    def useful(self) -> float:
+        """The rest: seconds in which steps that count were under way."""
+        return max(0.0, self.lasted - sum(seconds for _, seconds in self.losses))
+
+    @property
+    def losses(self) -> list[tuple[str, float]]:
+        """What the time went to that was not useful, with its seconds, the largest first."""
+        again = f", {counted(self.repeated, 'step')} again" if self.repeated else ""
+        found = [("start-up", self.starting), ("saving", self.saving)]
+        found += [(f"rank {rank}'s lateness", seconds) for rank, seconds in self.late.items()]
+        found += [(f"{counted(self.restarts, 'restart')}{again}", self.restarting)] if self.restarts else []
+        return sorted(found, key=lambda each: each[1], reverse=True)
+
+    def describe(self) -> str:
+        """``useful time: 84% of 1:23:45; 2 restarts, 40 steps again 9%, rank 3's lateness 5%``"""
+        told = [f"{what} {seconds / self.lasted:.0%}" for what, seconds in self._worth_telling()]
+        rest = f"; {', '.join(told)}" if told else ""
+        return f"useful time: {self.useful / (self.lasted or 1.0):.0%} of {as_clock(self.lasted)}{rest}"
+
+    def cost(self, price: float) -> float:
+        """Return what the run cost.
+
+        Args:
+            price: of a node and an hour.
+        """
+        return self.nodes * price * self.lasted / _HOUR
+
+    def describe_cost(self, price: float) -> str:
+        """``this run cost 41.00 (2 nodes for 6:24:22 at 3.2/h), of it 6.10 for rank 3's lateness and 2.00 for 2
+        restarts``"""
+        told = [f"{_amount(self.nodes * price * seconds / _HOUR)} for {what}" for what, seconds in self._worth_telling()]
+        nodes = "1 node" if self.nodes == 1 else f"{self.nodes:.3g} nodes"
+        rest = f", of it {joined(told)}" if told else ""
+        return f"this run cost {_amount(self.cost(price))} ({nodes} for {as_clock(self.lasted)} at {price:g}/h){rest}"
+
+    def _worth_telling(self) -> list[tuple[str, float]]:
+        return [(what, seconds) for what, seconds in self.losses if seconds >= _WORTH * self.lasted > 0]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it in JSON's types; times are seconds."""
+        return {
+            "lasted": self.lasted,
+            "useful": self.useful,
+            "starting": self.starting,
+            "restarting": self.restarting,
+            "restarts": self.restarts,
+            "repeated_steps": self.repeated,
+            "late": {str(rank): seconds for rank, seconds in self.late.items()},
+            "saving": self.saving,
+            "nodes": self.nodes,
+        }
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> UsefulTime:
+        """Read what :meth:`to_json` has written."""
+        return cls(
+            lasted=float(told["lasted"]),
+            starting=float(told["starting"]),
+            restarting=float(told["restarting"]),
+            restarts=int(told["restarts"]),
+            repeated=int(told["repeated_steps"]),
+            late={int(rank): float(seconds) for rank, seconds in told["late"].items()},
+            saving=float(told["saving"]),
+            nodes=float(told["nodes"]),
+        )
+
+
+def _amount(money: float) -> str:
+    return f"{money:,.2f}" if money >= 1 else f"{money:.2g}"
+
+
+def parse_price(text: str) -> float:
+    """Return the price of a node and an hour that ``3.2/h`` or ``3.2`` says.
+
+    Raises:
+        ValueError: it says none.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:/\s*h(?:our)?)?\s*", text)
+    if found is None:
+        raise ValueError(f"{text!r}: expected the price of one node per hour, such as 3.2/h")
+    return float(found[1])

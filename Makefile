@@ -30,7 +30,7 @@ QUICK := $(addprefix tests/ranks/test_,ddp_left_out.py run_signals.py ddp_wrappi
 COMPILER := tests/ranks/test_compiled.py tests/unit/test_torch.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick check format faults ecosystem schedulers bench newest oldest pythons house clean
+.PHONY: help demo test quick check format faults ecosystem schedulers bench newest oldest pythons wheel house clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 16
@@ -93,11 +93,14 @@ bench: $(READY)  ## measure launch and step times against torch (some minutes; n
 	$(BIN)/python -m benchmarks.plan
 	PYTHONPATH=tests/site $(BIN)/python -m benchmarks.imagenet_input
 
+wheel: $(READY)  ## build the wheel and the source distribution into dist/
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
 house: $(READY)  ## draw docs/house.svg anew, the picture of the rooms and who imports whom
 	$(BIN)/python scripts/draw_house.py
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build src/*.egg-info
+	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist src/*.egg-info
 
 # Other versions: each has an environment of its own, in a folder that git ignores.
 interpreter = $(firstword $(wildcard $(HOME)/.pyenv/versions/$(1).*/bin/python$(1)) $(shell command -v python$(1)))

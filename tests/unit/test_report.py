@@ -8,12 +8,8 @@ import json
 import math
 import os
 import re
-import shutil
 import socket
-import subprocess
-import sys
 import time
-import zipfile
 from base64 import b64decode, b64encode
 from hashlib import sha256
 from html.parser import HTMLParser
@@ -615,20 +611,3 @@ def test_records_that_are_damaged_are_an_error_or_a_page_and_never_a_crash(tmp_p
             code, said = _command(str(tmp_path), "-o", str(tmp_path / "out.html"))
             assert code in (0, 2), (key, wrong, said)
             assert said.count("\n") == 1, (key, wrong, said)
-
-
-def test_the_wheel_has_the_page(tmp_path: Path) -> None:
-    pytest.importorskip("setuptools", "77", reason="needs setuptools, which builds the wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE", "src"):
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-        else:
-            shutil.copy(source, tmp_path)
-    build = "from setuptools.build_meta import build_wheel; print(build_wheel('.'))"
-    done = subprocess.run(
-        [sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True, timeout=90, check=True
-    )
-    names = zipfile.ZipFile(tmp_path / done.stdout.splitlines()[-1]).namelist()
-    assert {f"lockstep/tools/report/page.{kind}" for kind in ("html", "css", "js")} <= set(names)
-    assert "lockstep/py.typed" in names

@@ -12,6 +12,7 @@ import click
 
 from lockstep.cli import terminal
 from lockstep.cli.options import PASSES_ON, grace, local_ranks, log_dir, max_restarts, price, takes_program
+from lockstep.text import NEXT, joined
 
 
 @click.command(
@@ -111,9 +112,15 @@ def run(
     with code 75; run the same command again to resume. A second signal stops it at once. On SIGUSR1 it saves and
     continues.
     """
-    from lockstep import knobs, machine
+    from lockstep import installation, knobs, machine
     from lockstep.errors import LockstepError
 
+    if installation.is_replaced():
+        found = installation.strangers()
+        whose = joined(found) or "another distribution"
+        terminal.say(f"import lockstep finds the package of {whose} instead of torch-lockstep")
+        terminal.say(f"{NEXT} {installation.advice(found)}")
+        sys.exit(2)
     given = click.get_current_context().params
     try:
         if hosts is not None:

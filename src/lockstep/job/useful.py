@@ -74,7 +74,9 @@ class UsefulTime:
     def describe_cost(self, price: float) -> str:
         """``this run cost 41.00 (2 nodes for 6:24:22 at 3.2/h), of it 6.10 for rank 3's lateness and 2.00 for 2
         restarts``"""
-        told = [f"{_amount(self.nodes * price * seconds / _HOUR)} for {what}" for what, seconds in self._worth_telling()]
+        told = [
+            f"{_amount(self.nodes * price * seconds / _HOUR)} for {what}" for what, seconds in self._worth_telling()
+        ]
         nodes = "1 node" if self.nodes == 1 else f"{self.nodes:.3g} nodes"
         rest = f", of it {joined(told)}" if told else ""
         return f"this run cost {_amount(self.cost(price))} ({nodes} for {as_clock(self.lasted)} at {price:g}/h){rest}"

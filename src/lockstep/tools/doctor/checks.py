@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep import _proc, machine
+from lockstep import _proc, installation, machine
 from lockstep.launch.evidence import machine_memory, memory_group
 from lockstep.launch.ports import is_free
 from lockstep.launch.run import descriptors
 from lockstep.launch.spec import DEFAULT_MASTER_PORT
 from lockstep.machine import is_loopback
 from lockstep.rendezvous.messages import DEFAULT_PORT
-from lockstep.text import as_size, counted
+from lockstep.text import as_size, counted, joined
 from lockstep.tools.doctor import facts
 from lockstep.tools.doctor.findings import Finding, ok, warning, wrong
 from lockstep.version import __version__
@@ -62,8 +62,7 @@ Check = Callable[[CheckTask], Iterator[Finding]]
 def check_versions(task: CheckTask) -> Iterator[Finding]:
     """Look at the versions of Python, torch and lockstep. Nothing is imported."""
     del task
-    found = facts.versions()
-    python, torch = platform.python_version(), found.get("torch")
+    python, torch = platform.python_version(), facts.versions().get("torch")
     if platform.python_version_tuple()[0] != "3" or int(platform.python_version_tuple()[1]) < _PYTHON[1]:
         yield wrong("versions", f"Python {python} is too old", "install Python 3.10 or newer")
     if torch is None:
@@ -76,6 +75,15 @@ def check_versions(task: CheckTask) -> Iterator[Finding]:
         yield wrong("versions", f"torch {torch} is too old", "install torch 2.9 or newer")
     else:
         yield ok("versions", f"lockstep {__version__}, torch {torch}, Python {python}")
+    found = installation.strangers()
+    if installation.is_replaced() or found:
+        level = wrong if installation.is_replaced() else warning
+        whose = joined(found) or "another distribution"
+        yield level(
+            "versions",
+            f"{whose} {'have' if len(found) > 1 else 'has'} installed files into the package lockstep as well",
+            installation.advice(found),
+        )
 
 
 def check_cores(task: CheckTask) -> Iterator[Finding]:

@@ -21,7 +21,7 @@ from tests import warm
 from tests.launching import python_path
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md"])
+DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md"])
 FENCE = re.compile(
     r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?```(?P<language>python|bash)\n(?P<code>.*?)```", re.DOTALL
 )

@@ -64,7 +64,7 @@ class _Target:
         os.kill(self.pids[rank], signal.SIGSTOP)
         begun = time.monotonic()
         try:
-            report = self._hear(lambda said: "Nothing was stopped" in said)
+            report = self._hear(lambda said: "\nnext: " in said)
         finally:
             os.kill(self.pids[rank], signal.SIGCONT)
         seconds = time.monotonic() - begun

@@ -1,4 +1,4 @@
-"""The guides from other libraries: their diffs are those of the programs, and what is ported trains the same on any ranks.
+"""The guides from other libraries: their diffs are those of the programs, and what is ported trains the same.
 
 ``tests/ecosystem/test_guides.py`` runs the programs as they were before.
 """

@@ -10,19 +10,19 @@ import os
 import sys
 from pathlib import Path
 
+from lockstep.text import joined
+
 #: The beginning of the names of distributions that are looked at; all of those that are known begin so.
 _NAME = "lockstep"
 _SUFFIX = ".dist-info"
 
 
-def strangers(packages: Path | None = None) -> list[str]:
-    """Return the distributions, with their versions, that have installed files into a package ``lockstep`` beside this
-    one's. It takes the listing of a folder.
+def strangers() -> list[str]:
+    """Return the other distributions, with their versions, that have installed files into this package's folder.
 
-    Args:
-        packages: the folder that packages are installed into; None: that of this package.
+    It costs the listing of the folder that packages are installed into.
     """
-    where = Path(__file__).parent.parent if packages is None else packages
+    where = Path(__file__).parent.parent
     found = []
     for name in sorted(os.listdir(where)):
         if not (name.lower().startswith(_NAME) and name.endswith(_SUFFIX)):
@@ -39,6 +39,11 @@ def strangers(packages: Path | None = None) -> list[str]:
 def is_replaced() -> bool:
     """Return whether ``import lockstep`` finds the ``__init__.py`` of another distribution."""
     return not hasattr(sys.modules["lockstep"], "_HOMES")
+
+
+def named(found: list[str]) -> str:
+    """Return :func:`strangers` as a message names them; there may be none that is known by name."""
+    return joined(found) or "another distribution"
 
 
 def advice(found: list[str]) -> str:

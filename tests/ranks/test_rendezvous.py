@@ -375,6 +375,7 @@ def test_a_slow_rank_of_another_machine_is_seen_and_summed_up_by_the_first(tmp_p
     (summary,) = [each.err for each in done if " straggler" in each.err]
     assert "compute straggler: rank 1, in forward: " in summary, summary
     assert re.search(r" on 2 ranks(;.*)?\n", summary), summary
+    assert "restart" not in summary, "the ranks were started once"
     assert not any("samples/s" in each.err for each in done if each.err != summary), "one speaks for all"
     last = Series.read(folder / "series-1.bin")
     assert last.ranks == (0, 1)

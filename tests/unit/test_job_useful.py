@@ -34,6 +34,7 @@ def _start(number: int, *, before: int | None, taken: int = 100, starting: float
         taken=taken,
         world_size=2,
         starts=(number,),
+        restarts=number,
         starting=starting,
         lasted=starting + seconds,
         before=before,
@@ -62,7 +63,25 @@ def test_restarts_cost_their_start_up_and_the_steps_that_are_taken_again() -> No
     assert found.starting == pytest.approx(4.0)
     assert found.restarting == pytest.approx(45.0 - 40.0 + 4.0 + 2.0 + 5.0)
     assert found.useful == pytest.approx(45.0 - 4.0 - 16.0) == pytest.approx(0.1 * 250)
-    assert found.describe() == "useful time: 56% of 0:45; 2 restarts, 50 steps again 36%, start-up 9%"
+    assert found.describe() == "useful time: 56% of 0:45; 2 restarts (50 steps again) 36%, start-up 9%"
+
+
+def test_a_step_that_is_taken_again_is_lost_once() -> None:
+    """What the others waited for a rank in such a step, and what it saved, is part of the restart already."""
+    starts = [_start(number, before=50 * number, slow=2.0, save=1.0) for number in range(2)]
+    found = _useful(*starts, lasted=28.0)
+    assert found.repeated == 50
+    assert found.restarting == pytest.approx(4.0 + 5.0)
+    assert found.late == {1: pytest.approx(0.75 * 4.0)}
+    assert found.saving == pytest.approx(0.75 * 2.0)
+    assert found.useful == pytest.approx(0.75 * 20.0 - 3.0 - 1.5)
+
+
+def test_the_first_start_of_machines_that_meet_is_no_restart() -> None:
+    """A launcher that meets others has the number 0 for what it prepares before they have met."""
+    found = _useful(replace(_start(1, before=0), restarts=0), lasted=15.0)
+    assert (found.restarts, found.restarting) == (0, 0.0)
+    assert found.starting == pytest.approx(5.0)
 
 
 def test_where_nobody_counts_the_steps_of_the_run_none_is_said_to_be_repeated() -> None:
@@ -92,7 +111,17 @@ def test_a_price_is_that_of_all_nodes() -> None:
     assert found.describe_cost(3600.0) == (
         "this run cost 28.00 (2 nodes for 0:14 at 3600/h), of it 8.00 for start-up and 6.00 for rank 1's lateness"
     )
-    assert UsefulTime.from_json(found.to_json()) == found
+    assert found.to_json() == {
+        "lasted": 14.0,
+        "useful": pytest.approx(7.0),
+        "starting": 4.0,
+        "restarting": 0.0,
+        "restarts": 0,
+        "repeated_steps": 0,
+        "late": {"1": pytest.approx(3.0)},
+        "saving": 0.0,
+        "nodes": 2.0,
+    }
 
 
 def test_the_summary_tells_the_useful_time_where_there_is_a_price_or_a_restart() -> None:
@@ -103,7 +132,7 @@ def test_the_summary_tells_the_useful_time_where_there_is_a_price_or_a_restart()
     assert "useful" not in one.describe({})
     assert one.describe({}, price=3.2).splitlines()[-2:] == [one.useful.describe_cost(3.2), one.useful.describe()]
     assert two.describe({}).splitlines()[-1] == two.useful.describe()
-    assert UsefulTime.from_json(two.to_json({})["useful"]) == two.useful
+    assert two.to_json({})["useful"] == two.useful.to_json()
 
 
 @pytest.mark.parametrize(("text", "price"), [("3.2/h", 3.2), ("3", 3.0), (".5 / hour", 0.5)])

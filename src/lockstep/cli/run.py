@@ -12,7 +12,7 @@ import click
 
 from lockstep.cli import terminal
 from lockstep.cli.options import PASSES_ON, grace, local_ranks, log_dir, max_restarts, price, takes_program
-from lockstep.text import NEXT, joined
+from lockstep.text import NEXT
 
 
 @click.command(
@@ -117,8 +117,7 @@ def run(
 
     if installation.is_replaced():
         found = installation.strangers()
-        whose = joined(found) or "another distribution"
-        terminal.say(f"import lockstep finds the package of {whose} instead of torch-lockstep")
+        terminal.say(f"import lockstep finds the package of {installation.named(found)} instead of torch-lockstep")
         terminal.say(f"{NEXT} {installation.advice(found)}")
         sys.exit(2)
     given = click.get_current_context().params

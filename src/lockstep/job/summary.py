@@ -80,7 +80,9 @@ class Summary(TimeAccount):
     lasted: float = 0.0
     #: The job's machines with their numbers of ranks; empty: there is one.
     machines: tuple[tuple[str, int], ...] = ()
-    #: The steps of the whole run before the start, the first of these; None: nobody counts them.
+    #: The restarts of the job before the start, and the steps of the whole run (None: nobody counts them); of several
+    #: starts, those before the first.
+    restarts: int = 0
     before: int | None = None
     #: The stretches of time in which a rank held up the others.
     stretches: tuple[Stretch, ...] = ()
@@ -97,6 +99,7 @@ class Summary(TimeAccount):
         here: Collection[int],
         world_size: int,
         machines: Sequence[tuple[str, int]] = (),
+        restarts: int = 0,
         before: int | None = None,
     ) -> Summary | None:
         """Sum up one start; None: there was no second step.
@@ -109,6 +112,7 @@ class Summary(TimeAccount):
             here: the ranks of this machine.
             world_size: ranks of the job.
             machines: those of the job, and how many ranks each has.
+            restarts: those of the job before this start. (Where machines meet, ``number`` is one more.)
             before: the steps that the run had before this start, of which a Checkpointer knows; None: not known.
         """
         if not ledger.moments:
@@ -127,6 +131,7 @@ class Summary(TimeAccount):
             lasted=max(end, last.at) - begin,
             machines=tuple((str(host), int(ranks)) for host, ranks in machines),
             stretches=tuple(find(ledger.moments, here)),
+            restarts=restarts,
             before=before,
         )
 
@@ -206,18 +211,18 @@ class Summary(TimeAccount):
         """Return what to do next, with the command or the line to change."""
         straggler = self.straggler()
         if straggler is not None and straggler.collects:
-            return "gc.freeze() once the model and the data are there leaves Python's garbage collector fewer objects"
+            return "gc.freeze() once the model and the data are there leaves the collector fewer objects to scan"
         if straggler is not None and straggler.phase is Phase.DATA:
             return (
-                f"lockstep runs stack 1 {straggler.rank}, while it runs, shows what its data waits for: its disk, its "
+                f"lockstep runs stack 1 {straggler.rank} shows, during the run, what its data waits for: its disk, its "
                 "workers, larger samples"
             )
         if straggler is not None and straggler.phase in (Phase.OWN, Phase.EVALUATE):
-            return f"lockstep runs stack 1 {straggler.rank}, while it runs, prints the line that takes so long"
+            return f"lockstep runs stack 1 {straggler.rank} shows, during the run, the line that takes so long"
         if straggler is not None:
             return (
-                "lockstep doctor looks for other programs and limits where it runs; a rank that is slower by nature is "
-                "given less by lockstep.shard(loader, slices=lockstep.Slices(8, balance=True))"
+                "lockstep doctor on its machine finds other programs and limits; "
+                "lockstep.shard(loader, slices=lockstep.Slices(8, balance=True)) gives a slower machine less work"
             )
         if self.bottleneck is Bottleneck.COMMUNICATION and len(self.here) < self.world_size:
             return (
@@ -226,9 +231,9 @@ class Summary(TimeAccount):
             )
         return {
             Bottleneck.INPUT: "give the loader more workers: DataLoader(…, num_workers=4, persistent_workers=True)",
-            Bottleneck.COMMUNICATION: "a larger batch or fewer ranks: a step computes too little for its average",
+            Bottleneck.COMMUNICATION: "take a larger batch or fewer ranks: a step computes too little for its average",
             Bottleneck.TURNS: "lockstep runs report shows who is waited for, and when",
-            Bottleneck.SHORT: f"a run of {FEWEST_STEPS} steps and two seconds of training has a verdict",
+            Bottleneck.SHORT: f"train for {FEWEST_STEPS} steps and two seconds or more to get a verdict",
         }.get(self.bottleneck, "lockstep runs report draws the run; lockstep runs plan estimates more ranks")
 
     def remarks(self) -> list[str]:
@@ -472,8 +477,8 @@ def _useful(starts: Sequence[Summary], parts: Sequence[Summary], lasted: float) 
     """
     within = sum(start.lasted for start in starts)
     lasted = max(lasted, within)
-    restarts = max(start.starts[-1] for start in starts)
-    first = sum(start.starting for start in starts if start.starts == (0,))
+    restarts = max(start.restarts for start in starts)
+    first = sum(start.starting for start in starts if not start.restarts)
     others = sum(start.starting for start in starts) - first
     outside = lasted - within  # imports, machines that meet, ends of starts, starts without a second step
     repeated, repeating = 0, 0.0
@@ -490,14 +495,16 @@ def _useful(starts: Sequence[Summary], parts: Sequence[Summary], lasted: float) 
         for stretch in part.remarkable:
             if straggler is None or stretch.rank != straggler.rank:
                 late[stretch.rank] = late.get(stretch.rank, 0.0) + stretch.lost
+    saving = sum(part.seconds * statistics.mean(part.share(rank, "saving") for rank in part.ranks) for part in parts)
+    once = 1 - repeated / (sum(start.taken for start in starts) or 1)  # the rest is in the steps that are repeated
     return UsefulTime(
         lasted,
         starting=first if restarts else first + outside,
         restarting=outside + others + repeating if restarts else 0.0,
         restarts=restarts,
         repeated=repeated,
-        late=late,
-        saving=sum(part.seconds * statistics.mean(part.share(rank, "saving") for rank in part.ranks) for part in parts),
+        late={rank: once * seconds for rank, seconds in late.items()},
+        saving=once * saving,
         nodes=sum((len(start.machines) or 1) * start.lasted for start in starts) / within if within else 1.0,
     )
 

@@ -3,7 +3,7 @@
 Note [Useful time]
 ~~~~~~~~~~~~~~~~~~
 A second of a run is useful if a step that counts was under way in it. (Others call the useful part goodput.) What is
-not useful has one of four causes, told apart so that a second is lost once: the start-up of the first start, up to its
+not useful has one of four causes, and counts for one of them only: the start-up of the first start, up to its
 second step; restarts, with what they wait for, their start-up, and the steps that are taken a second time since the run
 resumed from an earlier checkpoint; a rank that held up the others, as the verdict on the run blames it (Note [What a
 slow rank costs] in account.py), or else in the stretches that are told; and saving, in the mean of the ranks.
@@ -51,32 +51,35 @@ class UsefulTime:
     @property
     def losses(self) -> list[tuple[str, float]]:
         """What the time went to that was not useful, with its seconds, the largest first."""
-        again = f", {counted(self.repeated, 'step')} again" if self.repeated else ""
+        again = f" ({counted(self.repeated, 'step')} again)" if self.repeated else ""
         found = [("start-up", self.starting), ("saving", self.saving)]
         found += [(f"rank {rank}'s lateness", seconds) for rank, seconds in self.late.items()]
         found += [(f"{counted(self.restarts, 'restart')}{again}", self.restarting)] if self.restarts else []
         return sorted(found, key=lambda each: each[1], reverse=True)
 
     def describe(self) -> str:
-        """``useful time: 84% of 1:23:45; 2 restarts, 40 steps again 9%, rank 3's lateness 5%``"""
+        """``useful time: 84% of 1:23:45; 2 restarts (40 steps again) 9%, rank 3's lateness 5%``"""
         told = [f"{what} {seconds / self.lasted:.0%}" for what, seconds in self._worth_telling()]
         rest = f"; {', '.join(told)}" if told else ""
         return f"useful time: {self.useful / (self.lasted or 1.0):.0%} of {as_clock(self.lasted)}{rest}"
 
-    def cost(self, price: float) -> float:
-        """Return what the run cost.
+    def cost(self, price: float, seconds: float | None = None) -> float:
+        """Return what the run cost, or so many seconds of it.
+
+        Args:
+            price: of a node and an hour.
+            seconds: None: all.
+        """
+        return self.nodes * price * (self.lasted if seconds is None else seconds) / _HOUR
+
+    def describe_cost(self, price: float) -> str:
+        """``this run cost 41.00 (2 nodes for 6:24:22 at 3.2/h), of it 6.10 for rank 3's lateness and 2.00 for 2
+        restarts``
 
         Args:
             price: of a node and an hour.
         """
-        return self.nodes * price * self.lasted / _HOUR
-
-    def describe_cost(self, price: float) -> str:
-        """``this run cost 41.00 (2 nodes for 6:24:22 at 3.2/h), of it 6.10 for rank 3's lateness and 2.00 for 2
-        restarts``"""
-        told = [
-            f"{_amount(self.nodes * price * seconds / _HOUR)} for {what}" for what, seconds in self._worth_telling()
-        ]
+        told = [f"{_amount(self.cost(price, seconds))} for {what}" for what, seconds in self._worth_telling()]
         nodes = "1 node" if self.nodes == 1 else f"{self.nodes:.3g} nodes"
         rest = f", of it {joined(told)}" if told else ""
         return f"this run cost {_amount(self.cost(price))} ({nodes} for {as_clock(self.lasted)} at {price:g}/h){rest}"
@@ -97,20 +100,6 @@ class UsefulTime:
             "saving": self.saving,
             "nodes": self.nodes,
         }
-
-    @classmethod
-    def from_json(cls, told: dict[str, Any]) -> UsefulTime:
-        """Read what :meth:`to_json` has written."""
-        return cls(
-            lasted=float(told["lasted"]),
-            starting=float(told["starting"]),
-            restarting=float(told["restarting"]),
-            restarts=int(told["restarts"]),
-            repeated=int(told["repeated_steps"]),
-            late={int(rank): float(seconds) for rank, seconds in told["late"].items()},
-            saving=float(told["saving"]),
-            nodes=float(told["nodes"]),
-        )
 
 
 def _amount(money: float) -> str:

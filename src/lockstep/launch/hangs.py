@@ -193,7 +193,7 @@ class HangWatch:
         return [text]
 
     def summary(
-        self, *, number: int, begin: float, machines: Sequence[tuple[str, int]], before: int | None
+        self, *, number: int, begin: float, machines: Sequence[tuple[str, int]], restarts: int, before: int | None
     ) -> Summary | None:
         """Return what the ranks' time went to, once they have ended; None: they took no two steps.
 
@@ -201,6 +201,7 @@ class HangWatch:
             number: how many starts came before.
             begin: when this one began, on the monotonic clock.
             machines: those of the job, and how many ranks each has.
+            restarts: those of the job before this start.
             before: the steps that the run had before this start; None: not known.
         """
         now = time.monotonic()
@@ -214,6 +215,7 @@ class HangWatch:
             here=self._ranks,
             world_size=self._world_size,
             machines=machines,
+            restarts=restarts,
             before=before,
         )
 

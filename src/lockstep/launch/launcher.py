@@ -298,7 +298,11 @@ class Launcher:
         attempt, now = self.attempt, time.monotonic()
         before = attempt.steps_before(attempt.round.local_ranks[0])
         summary = attempt.hangs.summary(
-            number=attempt.number, begin=attempt.began, machines=self._machines, before=before
+            number=attempt.number,
+            begin=attempt.began,
+            machines=self._machines,
+            restarts=attempt.round.number,
+            before=before,
         )
         if summary is not None:
             self._summaries.append(summary)
@@ -316,6 +320,7 @@ class Launcher:
             ranks=range(attempt.round.world_size) if self._speaks_for_all else attempt.round.local_ranks,
             job_folder=attempt.folder,
             machines=self._machines,
+            restarts=attempt.round.number,
         )
         self._tracer = Tracer(
             self.recorder.make_folder,

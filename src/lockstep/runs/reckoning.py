@@ -54,6 +54,7 @@ def _start(run: Run, start: dict[str, Any]) -> Summary | None:
         here=here,
         world_size=int(start.get("world_size", len(series.ranks))),
         machines=start.get("machines") or (),
+        restarts=int(start.get("restarts", 0)),
         before=start.get("before"),
     )
 

@@ -76,6 +76,7 @@ class Recorder:
         ranks: Sequence[int],
         job_folder: Path,
         machines: Sequence[tuple[str, int]] = (),
+        restarts: int = 0,
     ) -> None:
         """The ranks are started, for the ``number``-th time, from 0.
 
@@ -86,6 +87,7 @@ class Recorder:
             ranks: those whose moments will be added.
             job_folder: the private folder of this start.
             machines: the name of each machine of the job, and how many ranks it has; empty: this one is alone.
+            restarts: those of the job before this start.
         """
         self._take_notes()
         if not self._about["starts"]:
@@ -99,6 +101,7 @@ class Recorder:
             "world_size": world_size,
             "folder": str(job_folder),
             "machines": [list(each) for each in machines],
+            "restarts": restarts,
         }
 
     def add(self, ranks: Mapping[int, Progress], pids: Mapping[int, int | None]) -> None:

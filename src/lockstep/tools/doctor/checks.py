@@ -22,7 +22,7 @@ from lockstep.launch.run import descriptors
 from lockstep.launch.spec import DEFAULT_MASTER_PORT
 from lockstep.machine import is_loopback
 from lockstep.rendezvous.messages import DEFAULT_PORT
-from lockstep.text import as_size, counted, joined
+from lockstep.text import as_size, counted
 from lockstep.tools.doctor import facts
 from lockstep.tools.doctor.findings import Finding, ok, warning, wrong
 from lockstep.version import __version__
@@ -76,12 +76,12 @@ def check_versions(task: CheckTask) -> Iterator[Finding]:
     else:
         yield ok("versions", f"lockstep {__version__}, torch {torch}, Python {python}")
     found = installation.strangers()
+    have = "have" if len(found) > 1 else "has"
     if installation.is_replaced() or found:
         level = wrong if installation.is_replaced() else warning
-        whose = joined(found) or "another distribution"
         yield level(
             "versions",
-            f"{whose} {'have' if len(found) > 1 else 'has'} installed files into the package lockstep as well",
+            f"{installation.named(found)} {have} installed files into the package lockstep as well",
             installation.advice(found),
         )
 

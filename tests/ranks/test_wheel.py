@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.version import __version__
+
 ROOT = Path(__file__).parents[2]
 #: What an environment has that lockstep was not installed into.
 _OURS = ("torch_lockstep-", "__editable__")
@@ -62,11 +64,11 @@ def _run(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_what_is_in_it(dist: Path) -> None:
     (wheel,), (source,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
-    assert source.name == "torch_lockstep-0.1.0.tar.gz"
+    assert source.name == f"torch_lockstep-{__version__}.tar.gz"
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"lockstep/tools/report/page.{kind}" for kind in ("html", "css", "js")} <= names
     assert {"lockstep/py.typed", "lockstep/__init__.pyi"} <= names
-    assert {name.partition("/")[0] for name in names} == {"lockstep", "torch_lockstep-0.1.0.dist-info"}
+    assert {name.partition("/")[0] for name in names} == {"lockstep", f"torch_lockstep-{__version__}.dist-info"}
 
 
 def test_the_readmes_script_trains_and_the_commands_work(installed: Path) -> None:
@@ -79,7 +81,7 @@ def test_the_readmes_script_trains_and_the_commands_work(installed: Path) -> Non
     assert "\nnext: " in done.stderr, done
     assert len(list((installed.parent / "runs" / "train").glob("step-*"))) > 0
     doctor = _run(installed, "lockstep", "doctor", "--quick")
-    assert "versions: lockstep 0.1.0, torch " in doctor.stdout, doctor
+    assert f"versions: lockstep {__version__}, torch " in doctor.stdout, doctor
     assert "installed files" not in doctor.stdout, doctor
     report = _run(installed, "lockstep", "runs", "report")
     assert report.returncode == 0, report

@@ -66,9 +66,8 @@ _MARK = "TESTS_OF_PROCESS"
 os.environ[_MARK] = str(os.getpid())
 
 
-#: Variables that are not a test's: pytest sets the first, torch the second where something is compiled or traced first,
-#: scikit-learn the others where it is imported first.
-_OF_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+#: Variables that are not a test's: pytest sets the one, torch the other where something is compiled or traced first.
+_OF_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 #: Seconds that a thread has for its end after the test's.
 _ENDING = 5.0

@@ -41,6 +41,12 @@ def variables(tmp_path: Path) -> dict[str, str]:
     }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def scikit_learn() -> None:
+    """Import it before the look for leaks begins: it sets variables of OpenMP where it is first imported."""
+    importlib.import_module("sklearn.datasets")
+
+
 def _has_resumed(folder: Path) -> None:
     """Epoch 0 was saved before rank 1 died in epoch 1, which began anew."""
     from sklearn.datasets import load_digits  # here: all that collect tests would import it for seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -94,6 +95,59 @@ def test_who_does_not_finish_the_step_within_the_grace_period_is_killed(tmp_path
         done = job.finish(limit=10)
     assert done.code == 128 + signal.SIGTERM
     assert "did not leave in time (--grace) and were killed" in done.err
+
+
+_LEAVING = """
+import atexit, os, signal, time
+import torch, lockstep
+from torch import nn
+
+world = lockstep.init()
+model = lockstep.replicate(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+saved = lockstep.Checkpointer("run", model=model, optimizer=optimizer)
+
+itself = os.getpid()
+zygote = os.getppid()
+launcher = int(open(f"/proc/{{zygote}}/stat").read().rpartition(")")[2].split()[1])
+
+def linger():
+    time.sleep(600)
+
+def crash():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+try:
+    for epoch in saved.epochs(10):
+        for step in range(20):
+            saved.between_steps()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            if saved.step == 25 and world.is_main:
+                os.kill({who}, signal.SIGTERM)
+finally:
+    {trouble}
+"""
+
+
+@pytest.mark.parametrize(
+    ("who", "trouble", "words"),
+    [
+        ("launcher", "linger()", "ranks 0 and 1 did not leave in time (--grace) and were killed"),
+        ("launcher", "world.rank == 1 and linger()", "rank 1 did not leave in time (--grace) and was killed"),
+        ("itself", "world.rank == 1 and linger()", "rank 1 did not leave in time (--grace) and was killed"),
+        ("launcher", "atexit.register(linger)", "ranks 0 and 1 did not leave in time (--grace) and were killed"),
+        ("itself", "atexit.register(linger)", "ranks 0 and 1 did not leave in time (--grace) and were killed"),
+        ("launcher", "world.rank == 1 and atexit.register(crash)", "rank 1 died on its way out: signal 11 (SIGSEGV)"),
+        ("itself", "world.rank == 1 and atexit.register(crash)", "rank 1 died on its way out: signal 11 (SIGSEGV)"),
+    ],
+)
+def test_what_has_saved_has_saved_however_it_leaves(tmp_path: Path, who: str, trouble: str, words: str) -> None:
+    (tmp_path / "train.py").write_text(_LEAVING.format(who=who, trouble=trouble))
+    done = run(["lockstep", "run", "--grace", "2", "-n", "2", "train.py"], tmp_path, torch=True)
+    assert done.code == EXIT_SAVED, done
+    assert re.search(r"saved at step 2\d in ", done.err), done.err
+    assert words in done.err
 
 
 _OTHER_LOOPS = """

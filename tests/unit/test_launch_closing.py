@@ -91,15 +91,15 @@ def test_the_others_end_with_what_this_machine_does_but_for_a_failure() -> None:
         (SIGTERM, True, False, False, EndKind.DONE),
         (SIGTERM, True, False, True, EndKind.STOPPED),
         (SIGTERM, True, True, False, EndKind.FAILED),
-        (SIGTERM, True, True, True, EndKind.FAILED),
+        (SIGTERM, True, True, True, EndKind.STOPPED),
         (None, False, False, False, EndKind.DONE),
         (None, False, False, True, EndKind.STOPPED),
         (None, False, True, False, EndKind.FAILED),
-        (None, False, True, True, EndKind.FAILED),
+        (None, False, True, True, EndKind.STOPPED),
         (None, True, False, False, EndKind.DONE),
         (None, True, False, True, EndKind.STOPPED),
         (None, True, True, False, EndKind.FAILED),
-        (None, True, True, True, EndKind.FAILED),
+        (None, True, True, True, EndKind.STOPPED),
     ],
 )
 def test_why_an_attempt_is_over(

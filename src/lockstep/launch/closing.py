@@ -73,13 +73,11 @@ def why_over(*, stopped_by: Signals | None, failing: bool, failed: bool, saved: 
         stopped_by: the signal that was to stop the job.
         failing: whether a rank failed before anybody wanted the job to end.
         failed: whether a rank failed by itself, before that or after it.
-        saved: whether all ranks have saved and left since they were asked to.
+        saved: whether all ranks have saved since they were asked to, and have left.
     """
-    if stopped_by is not None and not failing:
+    if saved or (stopped_by is not None and not failing):
         return EndKind.STOPPED
-    if failed:
-        return EndKind.FAILED
-    return EndKind.STOPPED if saved else EndKind.DONE
+    return EndKind.FAILED if failed else EndKind.DONE
 
 
 def decide(end: JobEnd) -> Closing:

@@ -232,11 +232,18 @@ class Launcher:
                 case Started(rank, pid) if rank >= 0:
                     self.policy.started(rank, pid)
                 case Exited(rank, code, at, peak) if rank in self.policy.states:
-                    agreed = code == EXIT_SAVED and self.attempt.stop_note() is not None
+                    agreed = self._has_saved(rank, code)
                     self.apply(self.policy.exited(rank, code, at, peak=peak, agreed=agreed))
                 case Broken(error):
                     self.broken = error
         return answers
+
+    def _has_saved(self, rank: int, code: int) -> bool:
+        """Return whether a rank has left because all have saved; the record knows of one that died on its way out."""
+        if code == 0 or self.attempt.stop_note() is None:
+            return False
+        record = self.attempt.record(rank)
+        return (code if record is None else record.exit_code) == EXIT_SAVED
 
     def act(self, now: float) -> None:
         """Do what is due: compare the ranks once a second, and end those whose time is up."""

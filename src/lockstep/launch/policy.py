@@ -252,6 +252,16 @@ class Ending:
         return self.state.exit_code not in (None, 0) and (stopped is None or self._seen < stopped)
 
     @property
+    def was_killed(self) -> bool:
+        """Whether SIGKILL ended it."""
+        return self.state.exit_code == -signal.SIGKILL
+
+    @property
+    def was_killed_unheard(self) -> bool:
+        """Whether SIGKILL ended it after it was told to stop, before it said how its program ended."""
+        return self.was_killed and self.record is None and self.state.stopped_at is not None
+
+    @property
     def when(self) -> float:
         """When it failed; an echo of another's failure comes after everything within the same half second."""
         at = self.record.at if self.record is not None else self._seen - _NOTICED_LATE

@@ -151,8 +151,11 @@ class Outcome:
 
     @property
     def saved(self) -> bool:
-        """Whether the ranks saved and left because they were asked to."""
-        return self.note is not None and self._all_left_with(EXIT_SAVED)
+        """Whether the ranks saved because they were asked to, and left, or were killed on their way out: the note is
+        there once all have saved, and nothing that comes after it is lost with them."""
+        return self.note is not None and all(
+            ending.exit_code == EXIT_SAVED or ending.was_killed_unheard for ending in self.endings
+        )
 
     @property
     def completed(self) -> bool:
@@ -163,14 +166,37 @@ class Outcome:
         return all(ending.state.exit_code == code for ending in self.endings)
 
 
-def saved(note: StopNote, stopped_by: signal.Signals | None) -> str:
+def saved(outcome: Outcome, note: StopNote, stopped_by: signal.Signals | None, *, at_once: bool = False) -> str:
     """Say where the run continues that has saved and stopped.
 
     Args:
+        outcome: how the attempt has ended.
         note: what rank 0 left.
         stopped_by: the signal that the launcher passed on; None: the ranks got one themselves.
+        at_once: a second signal left the ranks no time.
     """
-    return f"stopped by {'a signal to the ranks' if stopped_by is None else stopped_by.name}; {_where(note)}"
+    words = [f"stopped by {'a signal to the ranks' if stopped_by is None else stopped_by.name}", _where(note)]
+    words += _those_killed(outcome, stopped_by, at_once=at_once)
+    crashed = [each for each in outcome.endings if (each.state.exit_code or 0) < 0 and not each.was_killed]
+    words += [f"rank {each.rank} died on its way out: {_signal_of(each)}" for each in crashed[:1]]
+    return "; ".join(words)
+
+
+def _signal_of(ending: Ending) -> str:
+    code = -(ending.state.exit_code or 0)
+    return f"signal {code} ({name(code)})"
+
+
+def _those_killed(outcome: Outcome, stopped_by: signal.Signals | None, *, at_once: bool) -> list[str]:
+    """Say which ranks were killed, and why."""
+    killed = [ending.rank for ending in outcome.endings if ending.was_killed]
+    if not killed:
+        return []
+    if at_once:
+        by = "it" if stopped_by == signal.SIGQUIT else "a second signal"
+        return [f"{by} killed {which_ranks(killed)} at once"]
+    were = "was" if len(killed) == 1 else "were"
+    return [f"{which_ranks(killed)} did not leave in time (--grace) and {were} killed"]
 
 
 def stopped(outcome: Outcome, signum: signal.Signals, *, at_once: bool = False) -> str:
@@ -181,14 +207,7 @@ def stopped(outcome: Outcome, signum: signal.Signals, *, at_once: bool = False) 
         signum: the first signal.
         at_once: a second one, or SIGQUIT, left the ranks no time.
     """
-    words = [f"stopped by {signum.name}"]
-    killed = [ending.rank for ending in outcome.endings if ending.state.exit_code == -signal.SIGKILL]
-    if killed and at_once:
-        by = "it" if signum == signal.SIGQUIT else "a second signal"
-        words.append(f"{by} killed {which_ranks(killed)} at once")
-    elif killed:
-        were = "was" if len(killed) == 1 else "were"
-        words.append(f"{which_ranks(killed)} did not leave in time (--grace) and {were} killed")
+    words = [f"stopped by {signum.name}", *_those_killed(outcome, signum, at_once=at_once)]
     if outcome.note is not None:
         words.append(_where(outcome.note))
     records = [ending.record for ending in outcome.endings if ending.record is not None]

@@ -676,7 +676,7 @@ class _Run:
             case LastWord.REFUSED:
                 text = once = self._refused
             case LastWord.SAVED if outcome.note is not None:
-                text = once = report.saved(outcome.note, policy.stopped_by)
+                text = once = report.saved(outcome, outcome.note, policy.stopped_by, at_once=policy.at_once)
             case LastWord.CAME_LATE if policy.stopped_by is not None:
                 text = once = report.came_late(policy.stopped_by)
             case LastWord.STOPPED if policy.stopped_by is not None:

@@ -60,22 +60,22 @@ def test_a_slow_rank_is_blamed_with_its_phase_and_what_it_costs(tmp_path: Path) 
 
 @pytest.mark.timed
 @pytest.mark.campaign
-@pytest.mark.parametrize("turn", range(5))
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("part", [0.1, 0.2, 0.5])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("phase", list(_PHASES))
-def test_slow_ranks(tmp_path: Path, phase: str, ranks: int, part: float, backend: str, turn: int) -> None:  # noqa: ARG001
+def test_slow_ranks(tmp_path: Path, phase: str, ranks: int, part: float, backend: str) -> None:
     done = _train(tmp_path, phase, part, 20 if part > 0.1 else 40, ranks=ranks, LOCKSTEP_BACKEND=backend)
     _blames_rank_1(done.err, done.out, phase, within=0.05)
 
 
 @pytest.mark.timed
 @pytest.mark.campaign
-@pytest.mark.parametrize("turn", range(10))
+@pytest.mark.parametrize("turn", range(2))
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_equal_ranks_are_not_blamed(tmp_path: Path, backend: str, turn: int) -> None:
-    done = _train(tmp_path, "none", 0.0, 10, ranks=2 + turn % 3, LOCKSTEP_BACKEND=backend)
+def test_equal_ranks_are_not_blamed(tmp_path: Path, backend: str, ranks: int, turn: int) -> None:  # noqa: ARG001
+    done = _train(tmp_path, "none", 0.0, 10, ranks=ranks, LOCKSTEP_BACKEND=backend)
     assert re.search(r"lockstep: [\d,]+ steps, .* samples/s on \d ranks(;.*)?\n", done.err), done.err
     assert "straggler" not in done.err, done.err
     assert "that time" not in done.err, "nor is a stretch of the run"

@@ -65,7 +65,9 @@ def test_a_slow_rank_is_blamed_with_its_phase_and_what_it_costs(tmp_path: Path) 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("phase", list(_PHASES))
 def test_slow_ranks(tmp_path: Path, phase: str, ranks: int, part: float, backend: str) -> None:
-    done = _train(tmp_path, phase, part, 20 if part > 0.1 else 40, ranks=ranks, LOCKSTEP_BACKEND=backend)
+    # A tenth of the work is 8 % of a step, and what costs under 5 % is not named: the looks of 40 s have a standard
+    # deviation of 1.4 points, which missed one rank in some fifty; those of 90 s have 0.9.
+    done = _train(tmp_path, phase, part, 20 if part > 0.1 else 90, ranks=ranks, LOCKSTEP_BACKEND=backend)
     _blames_rank_1(done.err, done.out, phase, within=0.05)
 
 

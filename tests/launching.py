@@ -87,10 +87,15 @@ class Running:
     def __enter__(self) -> Running:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        if self.process.poll() is None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        running = self.process.poll() is None
+        if running:
             self.process.kill()
-        self.process.communicate(timeout=LIMIT)
+        out, err = self.process.communicate(timeout=LIMIT)
+        if running and kind is not None:  # pytest shows it with the failure
+            print(f"--- a job that was killed as the test failed, out:\n{out}\n--- err:\n{err}")
 
     def read_line(self) -> str:
         """The next line on standard output; how a script says where it is."""
@@ -181,9 +186,10 @@ def gone_within(pids: list[int], seconds: float) -> list[int]:
 
 def wait_for(condition: Callable[[], object], what: str, limit: float = LIMIT) -> None:
     """Poll until ``condition()`` is true."""
-    deadline = time.monotonic() + limit
+    seconds = max(0.0, min(limit, test_ends - _TELLING - time.monotonic()))
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {limit:g} s"
+        assert time.monotonic() < deadline, f"{what} did not happen within {seconds:.0f} s"
         time.sleep(0.005)
 
 

@@ -317,7 +317,6 @@ def test_the_job_goes_on_without_a_machine_that_dies(tmp_path: Path) -> None:
 
 
 _LATE = """
-import os, time
 import torch
 import lockstep
 world = lockstep.init()
@@ -325,8 +324,7 @@ model = lockstep.replicate(torch.nn.Linear(2, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(10):
     if step == 5 and world.rank == 1:
-        while not os.path.exists("go"):
-            time.sleep(0.01)
+        open("go").close()
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
 """
@@ -335,19 +333,20 @@ for step in range(10):
 def test_a_late_rank_is_named_on_every_machine(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_LATE)
+    os.mkfifo(tmp_path / "go")  # whoever opens it to read waits for who writes
     with Machines(tmp_path, "2", times=f"{SOON},heartbeat=0.2,late=1") as machines:
         for number in range(2):
             machines.start(script=script, TMPDIR=_folder(tmp_path / f"{number}"))
         late = [tmp_path / f"{number}" for number in range(2)]
         wait_for(lambda: all(list(each.rglob("late")) for each in late), "both reports", limit=30)
-        (tmp_path / "go").touch()
+        (tmp_path / "go").write_text("")
         codes, done = _codes(machines)
     assert codes == [0, 0], done
     for each in done:
         assert "rank 1 of 2 has held up the others for" in each.err, each.err
         assert "  rank 0 waits in " in each.err
     here, there = sorted((each.err for each in done), key=lambda err: "on another machine" in err)
-    assert "train.py:11 in <module>" in here, "with its stack, where it is"
+    assert "train.py:9 in <module>" in here, (here, "with its stack, where it is")
     assert "rank 1 (on another machine, whose launcher tells more)" in there
 
 
@@ -614,6 +613,32 @@ def test_a_name_without_an_address_is_what_a_machine_ends_with(tmp_path: Path) -
         codes, (done,) = _codes(machines)
     assert codes == [1]
     assert "failed: the name box-0.invalid can't be resolved" in done.err
+
+
+_WHOSE = """
+import os, sys
+import lockstep
+world = lockstep.init()
+open(f"{sys.argv[1]}/rank-{world.rank}-of-{os.getppid()}", "w").close()
+world.barrier()
+"""
+
+
+def test_machines_on_one_host_are_in_the_order_of_their_starts_though_process_ids_begin_anew(tmp_path: Path) -> None:
+    last_id = Path("/proc/sys/kernel/ns_last_pid")
+    if not os.access(last_id, os.W_OK) or os.getuid():
+        pytest.skip("only root may say where process ids go on, and only where the kernel lets it")
+    script = tmp_path / "train.py"
+    script.write_text(_WHOSE)
+    with Machines(tmp_path, "2") as machines:
+        first = machines.start(script=script)
+        wait_for(lambda: _has_client(first) and sockets(client(first), "0A"), "its store")
+        expected = f"rank-0-of-{zygote(first)}"
+        last_id.write_text("500")
+        machines.start(script=script)
+        codes, done = _codes(machines)
+    assert codes == [0, 0], done
+    assert (tmp_path / expected).exists(), list(tmp_path.glob("rank-*"))
 
 
 _LEAVES_LATE = """

@@ -25,7 +25,7 @@ SILENT = Times().silent
 KEY, OTHER = "ab" * 32, "cd" * 32
 CARD = Card(
     name="a",
-    pid=10,
+    started=10,
     host="box-a",
     address="10.0.0.1",
     ranks=2,
@@ -44,7 +44,7 @@ CARD = Card(
 
 
 def _cards(count: int) -> dict[int, Card]:
-    return {n: replace(CARD, name=f"m{n}", address=f"10.0.0.{9 - n}", pid=n) for n in range(1, count + 1)}
+    return {n: replace(CARD, name=f"m{n}", address=f"10.0.0.{9 - n}", started=n) for n in range(1, count + 1)}
 
 
 def test_what_was_counted_before_is_no_sign_of_life() -> None:

@@ -59,7 +59,7 @@ class _Other:
             if self._over.wait(0.01):
                 return
         theirs = json.loads(json.loads(store.get(_key("card/1")))[0])
-        card = Card(**{**theirs, "name": "other", "pid": 0, "challenge": "00"})
+        card = Card(**{**theirs, "name": "other", "started": 0, "challenge": "00"})
         store.add(_key("tickets"), 1)
         store.set(_key("card/2"), encode_card(card, key="", ticket=2))
         attempt, done = 0, 0

@@ -43,7 +43,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
-from lockstep import knobs
+from lockstep import _proc, knobs
 from lockstep.job.messages import Channel
 from lockstep.rendezvous.addresses import interface_of
 from lockstep.rendezvous.clocks import Look, ahead
@@ -413,7 +413,7 @@ class _Client:
         versions = {"torch": torch.__version__, "Python": platform.python_version()}
         return Card(
             name=self._name,
-            pid=os.getpid(),
+            started=_proc.started(os.getpid()) or 0,
             host=socket.gethostname(),
             address=self._address,
             ranks=options.ranks,

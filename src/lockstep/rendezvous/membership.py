@@ -37,7 +37,8 @@ class Card:
 
     #: The identity of its rendezvous client, which stays from round to round.
     name: str
-    pid: int
+    #: The time at which the client was started, in the kernel's ticks since its host was booted.
+    started: int
     host: str
     address: str
     #: Ranks on this machine.
@@ -68,7 +69,7 @@ class Card:
 #: The values of fields that the card of another version of lockstep lacks.
 _BLANK = Card(
     name="",
-    pid=0,
+    started=0,
     host="",
     address="",
     ranks=0,
@@ -194,8 +195,8 @@ def enough(cards: Mapping[int, Card], *, since: float | None, now: float, last_c
         return []
     # Those of the last round keep their places before others that wait for one.
     chosen = sorted(cards, key=lambda ticket: (-cards[ticket].last, ticket))[: any_card.most]
-    # On one host the order is that of the starts, whoever came back first.
-    return sorted(chosen, key=lambda ticket: (cards[ticket].address, cards[ticket].pid, ticket))
+    # On one host the order is that of the starts, whoever came back first. (Process ids begin anew at some point.)
+    return sorted(chosen, key=lambda ticket: (cards[ticket].address, cards[ticket].started, ticket))
 
 
 def misfits_end_it(cards: Mapping[int, Card], misfits: Mapping[int, Card]) -> bool:

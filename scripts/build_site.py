@@ -1,0 +1,47 @@
+"""Build the documentation site.
+
+    python -m scripts.build_site build/site
+
+Nothing is asked of a network. A broken link, a reference that leads nowhere and every other warning ends it with 1,
+after all have been shown.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from sphinx.cmd.build import build_main
+
+from scripts import site_pages
+
+SETTINGS = site_pages.DOCS / "site"
+
+
+def build(folder: Path, *, quiet: bool = False) -> int:
+    """Build the site into ``folder``, in the place of an older one, and return the exit code.
+
+    Args:
+        folder: new, empty, or an older site.
+        quiet: print warnings only.
+
+    Raises:
+        FileExistsError: the folder holds something else.
+    """
+    if folder.exists() and any(folder.iterdir()) and not (folder / "llms.txt").exists():
+        raise FileExistsError(f"{folder} holds something else than the site")
+    with tempfile.TemporaryDirectory(prefix="site-") as temporary:
+        sources, built = Path(temporary) / "docs", Path(temporary) / "site"
+        contents = site_pages.stage(sources)
+        options = ["--fail-on-warning", "--nitpicky", "-c", str(SETTINGS), "-d", f"{temporary}/doctrees"]
+        code = build_main([*options, *(["--quiet"] if quiet else []), str(sources), str(built)])
+        (built / "llms.txt").write_text(site_pages.llms(contents))
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(built, folder)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(build(Path(sys.argv[1])))

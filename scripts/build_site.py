@@ -20,12 +20,11 @@ from scripts import site_pages
 SETTINGS = site_pages.DOCS / "site"
 
 
-def build(folder: Path, *, quiet: bool = False) -> int:
+def build(folder: Path) -> int:
     """Build the site into ``folder``, in the place of an older one, and return the exit code.
 
     Args:
         folder: new, empty, or an older site.
-        quiet: print warnings only.
 
     Raises:
         FileExistsError: the folder holds something else.
@@ -35,8 +34,8 @@ def build(folder: Path, *, quiet: bool = False) -> int:
     with tempfile.TemporaryDirectory(prefix="site-") as temporary:
         sources, built = Path(temporary) / "docs", Path(temporary) / "site"
         contents = site_pages.stage(sources)
-        options = ["--fail-on-warning", "--nitpicky", "-c", str(SETTINGS), "-d", f"{temporary}/doctrees"]
-        code = build_main([*options, *(["--quiet"] if quiet else []), str(sources), str(built)])
+        options = ["--quiet", "--fail-on-warning", "-c", str(SETTINGS), "-d", f"{temporary}/doctrees"]
+        code = build_main([*options, str(sources), str(built)])
         (built / "llms.txt").write_text(site_pages.llms(contents))
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(built, folder)
@@ -44,4 +43,6 @@ def build(folder: Path, *, quiet: bool = False) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(build(Path(sys.argv[1])))
+    code = build(Path(sys.argv[1]))
+    print(f"{'not complete' if code else 'complete'}: {sys.argv[1]}/index.html")
+    sys.exit(code)

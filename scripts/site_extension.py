@@ -30,6 +30,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", _read_docstring)
     app.connect("autodoc-process-signature", _leave_out_constructor)
     app.connect("doctree-read", _link_words)
+    app.connect("doctree-read", _write_dashes)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -86,6 +87,12 @@ def _link_words(app: Sphinx, doctree: nodes.document) -> None:
             )  # fmt: skip
             literal.replace_self(link)
             link += literal
+
+
+def _write_dashes(app: Sphinx, doctree: nodes.document) -> None:  # noqa: ARG001 - Sphinx's interface
+    """Write as a dash the two hyphens that Sphinx puts between a parameter and its explanation."""
+    for text in [each for each in doctree.findall(nodes.Text) if each == " -- "]:
+        text.parent.replace(text, nodes.Text(" – "))
 
 
 def _referred_to(text: str) -> tuple[str, str, str] | None:

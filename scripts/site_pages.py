@@ -244,7 +244,8 @@ def front(found: Contents) -> str:
     for section in found.sections:
         text += [f"## {section.title}\n", "::::{grid} 1 1 2 2", ":gutter: 2", ""]
         for item in section.items:
-            text += [f":::{{grid-item-card}} {item.title}", f":link: /{item.name}", ":link-type: doc", "", item.words]
+            text += [f":::{{grid-item-card}} {item.title}", f":link: /{item.name}", ":link-type: doc", ""]
+            text += [item.words[:1].upper() + item.words[1:]]
             text += [":::", ""]
         text += ["::::", "", "```{toctree}", ":hidden:", f":caption: {section.title}", ""]
         text += [f"{item.title} </{item.name}>" for item in section.items]

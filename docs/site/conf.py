@@ -45,6 +45,8 @@ maximum_signature_line_length = 80
 python_use_unqualified_type_names = True
 smartquotes = False  # they would make a dash of the two in "--grace"
 
+# Both have a contrast of 4.5 and more.
+pygments_style, pygments_dark_style = "a11y-high-contrast-light", "a11y-high-contrast-dark"
 html_theme = "furo"
 html_title = "lockstep"
 html_static_path = [str(_HERE / "style.css")]

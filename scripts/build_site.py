@@ -34,12 +34,16 @@ def build(folder: Path) -> int:
     with tempfile.TemporaryDirectory(prefix="site-") as temporary:
         sources, built = Path(temporary) / "docs", Path(temporary) / "site"
         contents = site_pages.stage(sources)
-        options = ["--quiet", "--fail-on-warning", "-c", str(SETTINGS), "-d", f"{temporary}/doctrees"]
-        code = build_main([*options, str(sources), str(built)])
+        code = run_sphinx(sources, built)
         (built / "llms.txt").write_text(site_pages.llms(contents))
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(built, folder)
     return code
+
+
+def run_sphinx(sources: Path, built: Path) -> int:
+    """Build the pages that are in ``sources``, and return the exit code: 1 if there was any warning."""
+    return build_main(["--quiet", "--fail-on-warning", "-c", str(SETTINGS), str(sources), str(built)])
 
 
 if __name__ == "__main__":

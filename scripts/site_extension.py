@@ -20,8 +20,6 @@ from scripts import site_reference
 _NAME = re.compile(r"(lockstep\.\w+(?:\.\w+)?)(?:\(.*\))?")
 _VARIABLE = re.compile(r"(LOCKSTEP_[A-Z_]+)(?:=.*)?")
 _COMMAND = re.compile(r"lockstep ([a-z]+)(?: ([a-z]+))?(?: .*)?")
-#: ``docs/weights.md`` in a docstring.
-_PAGE = re.compile(r"(?<![\w/`])docs/(\w+)\.md")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
@@ -35,7 +33,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 
 def _find_comments_of_attributes() -> None:
-    """Let autodoc find comments ``#:`` in the modules that define the public names, whose ``__module__`` is lockstep."""
+    """Let autodoc find comments ``#:`` where the public names are defined, though their ``__module__`` is lockstep."""
     for name in site_reference.homes():
         getattr(lockstep, name)  # which sets it
     ours = ModuleAnalyzer.for_module("lockstep")
@@ -48,14 +46,14 @@ def _find_comments_of_attributes() -> None:
         ours.tagorder |= other.tagorder
 
 
-def _read_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+def _read_docstring(_app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Read the sections of a docstring, and make links of the documents that it names.
 
     It is napoleon's reader, but properties are read as methods are: napoleon's own listener takes what stands before a
     colon there for a type.
     """
     kind = "method" if what in ("attribute", "data", "property") else what
-    linked = [_PAGE.sub(r":doc:`\1 </\1>`", line) for line in lines]
+    linked = [site_reference.with_pages(line) for line in lines]
     read = GoogleDocstring(linked, what=kind, name=name, obj=obj, options=options).lines()
     lines[:] = [each for line in read for each in _split_parameters(line)]
 
@@ -67,12 +65,12 @@ def _split_parameters(line: str) -> list[str]:
 
 
 def _leave_out_constructor(
-    app: Sphinx, what: str, name: str, obj: Any, options: object, signature: str | None, returned: str | None  # noqa: ARG001
-) -> tuple[str | None, str | None]:
+    _app: Sphinx, what: str, _name: str, obj: Any, _options: Any, _signature: str | None, _returned: str | None
+) -> tuple[str | None, str | None] | None:
     """Show no arguments of a class that scripts do not construct."""
     if what == "class" and "Made by :" in (obj.__doc__ or ""):
         return "", None
-    return signature, returned
+    return None
 
 
 def _link_words(app: Sphinx, doctree: nodes.document) -> None:
@@ -89,7 +87,7 @@ def _link_words(app: Sphinx, doctree: nodes.document) -> None:
             link += literal
 
 
-def _write_dashes(app: Sphinx, doctree: nodes.document) -> None:  # noqa: ARG001 - Sphinx's interface
+def _write_dashes(_app: Sphinx, doctree: nodes.document) -> None:
     """Write as a dash the two hyphens that Sphinx puts between a parameter and its explanation."""
     for text in [each for each in doctree.findall(nodes.Text) if each == " -- "]:
         text.parent.replace(text, nodes.Text(" – "))

@@ -15,7 +15,12 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "docs" / "site"
 LISTS = ("python", "torch")
-_HEAD = "# Sphinx inventory version 2\n# Project: {}\n# Version: stable\n# The remainder of this file is compressed using zlib.\n"
+_HEAD = """\
+# Sphinx inventory version 2
+# Project: {}
+# Version: stable
+# The remainder of this file is compressed using zlib.
+"""
 
 
 def inventory(project: str) -> bytes:

@@ -153,7 +153,9 @@ def all_pages() -> dict[Path, str]:
 def _programs(documents: Iterable[Path]) -> dict[Path, str]:
     """Return the programs that documents link to."""
     linked = {
-        _target(document, link) for document in documents for link in re.findall(r"\]\(([^)#\s]+\.py)\)", document.read_text())
+        _target(document, link)
+        for document in documents
+        for link in re.findall(r"\]\(([^)#\s]+\.py)\)", document.read_text())
     }
     return {path: f"programs/{path.relative_to(ROOT).with_suffix('.md')}" for path in sorted(linked) if path.exists()}
 
@@ -213,7 +215,9 @@ def linked(text: str, path: Path, pages: Mapping[Path, str]) -> str:
     def in_both_themes(found: re.Match[str]) -> str:
         if not (path.parent / f"{found['path']}-dark.png").exists():
             return found[0]
-        return "".join(f"![{found['words']}]({found['path']}-{theme}.png){{.only-{theme}}}" for theme in ("light", "dark"))
+        return "".join(
+            f"![{found['words']}]({found['path']}-{theme}.png){{.only-{theme}}}" for theme in ("light", "dark")
+        )
 
     lines = []
     for line, is_code in _lines(text):

@@ -11,7 +11,7 @@ import functools
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -30,70 +30,72 @@ class Group:
         page: its name in the site.
         title: its heading.
         words: what stands below the heading.
-        names: the public names, in the order of the page.
-        returned: classes that are not public names, but returned or handed over by these, as module and name.
+        listed: the public names, in the order of the page.
+        more: classes that are no public names but returned or handed over by these, each with its module.
     """
 
     page: str
     title: str
     words: str
-    names: tuple[str, ...]
-    returned: tuple[str, ...] = field(default=())
+    listed: str
+    more: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """The public names."""
+        return self.listed.split()
 
 
 GROUPS = (
     Group(
         "world",
         "Ranks and the world",
-        "How a process joins the job, what it is told there, and the small collectives of a script. See the :doc:`guide </guide>`.",
-        ("init", "world", "World", "shutdown", "expect_slow", "spawn"),
-        ("lockstep.launch.spawn.SpawnContext",),
+        "How a process joins the job, what it is told there, and the small collectives of a script. "
+        "See the :doc:`guide </guide>`.",
+        "init world World shutdown expect_slow spawn",
+        "lockstep.launch.spawn.SpawnContext",
     ),
     Group(
         "replicas",
         "Replicas and gradients",
-        "Models that are the same on every rank, and gradients that are averaged over them. See the :doc:`guide </guide>`, "
-        ":doc:`what the mean is a mean of </weights>` and :doc:`losses of the whole batch </gathered>`.",
-        (
-            "replicate", "release", "no_sync", "join", "DistributedDataParallel", "gathered", "clip_grad_norm_",
-            "grad_norms", "GradNorms", "SyncBatchNorm", "convert_sync_batchnorm", "register_comm_hook",
-            "bf16_compress_hook", "fp16_compress_hook", "LocalSteps", "finish_round", "DataParallel",
-        ),
-        ("lockstep.ddp.comm_hooks.GradBucket", "lockstep.data_parallel.copies.Copies"),
-    ),  # fmt: skip
+        "Models that are the same on every rank, and gradients that are averaged over them. "
+        "See the :doc:`guide </guide>`, :doc:`what the mean is a mean of </weights>` and "
+        ":doc:`losses of the whole batch </gathered>`.",
+        "replicate release no_sync join DistributedDataParallel gathered clip_grad_norm_ grad_norms GradNorms "
+        "SyncBatchNorm convert_sync_batchnorm register_comm_hook bf16_compress_hook fp16_compress_hook LocalSteps "
+        "finish_round DataParallel",
+        "lockstep.ddp.comm_hooks.GradBucket lockstep.data_parallel.copies.Copies",
+    ),
     Group(
         "data",
         "Data",
         "The global batch, each rank's share of it, and slices. See the :doc:`guide </guide>` and "
         ":doc:`the same result on any number of ranks </exactness>`.",
-        ("shard", "ShardedLoader", "Slices", "Step", "BatchShare", "DistributedSampler"),
-        ("lockstep.data.steps.Steps",),
+        "shard ShardedLoader Slices Step BatchShare DistributedSampler",
+        "lockstep.data.steps.Steps",
     ),
     Group(
         "saving",
         "Checkpoints",
         "Saving, resuming, and weights from other files. See :doc:`checkpoints </checkpoints>`.",
-        ("Checkpointer", "Restored", "Retention", "load_weights", "LoadedWeights"),
+        "Checkpointer Restored Retention load_weights LoadedWeights",
     ),
     Group(
         "numbers",
         "Numbers and progress",
         "What a loop logs and shows. See :doc:`metrics </metrics>`.",
-        ("Log", "track"),
-        ("lockstep.progress.Track",),
+        "Log track",
+        "lockstep.progress.Track",
     ),
     Group(
         "errors",
         "Errors",
-        "Wrong arguments are :exc:`ValueError` or :exc:`TypeError`, as everywhere in Python. Everything else that lockstep "
-        "itself reports is a :exc:`LockstepError`.",
-        (
-            "LockstepError", "EnvironmentMismatch", "RendezvousError", "CollectiveTimeout", "CollectiveMismatch",
-            "PeerLost", "ReplicaMismatch", "NonFiniteGradient", "LaunchError", "RankFailed", "CheckpointError",
-            "CheckpointCorrupt", "CheckpointMismatch",
-        ),
-    ),  # fmt: skip
-)  # fmt: skip
+        "Wrong arguments are :exc:`ValueError` or :exc:`TypeError`, as everywhere in Python. "
+        "Everything else that lockstep itself reports is a :exc:`LockstepError`.",
+        "LockstepError EnvironmentMismatch RendezvousError CollectiveTimeout CollectiveMismatch PeerLost "
+        "ReplicaMismatch NonFiniteGradient LaunchError RankFailed CheckpointError CheckpointCorrupt CheckpointMismatch",
+    ),
+)
 
 #: What is shown of a class besides the members that have a name: calls, loops and lengths.
 _SPECIAL = "__call__, __iter__, __len__"
@@ -131,9 +133,9 @@ def _page_of(group: Group) -> str:
         lines += ["::", "", *_tree_of_errors(), ""]
     for name in group.names:
         lines += _directive(name, definition(name))
-    if group.returned:
+    if group.more:
         lines += [*_heading("What these return or hand over", "-")]
-        for full in group.returned:
+        for full in group.more.split():
             lines += [f".. autoclass:: {full}()", "   :members:", f"   :special-members: {_SPECIAL}", ""]
     return "\n".join(lines)
 
@@ -172,7 +174,9 @@ def members(name: str) -> list[str]:
 
 def _attributes(constructor: ast.FunctionDef) -> Iterator[str]:
     for node in ast.walk(constructor):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else ()
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else ()
+        )
         for target in targets:
             for each in target.elts if isinstance(target, ast.Tuple) else [target]:
                 if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "self":
@@ -200,7 +204,12 @@ def _first_sentence(name: str) -> str:
     paragraph = " ".join((ast.get_docstring(definition(name)) or "").partition("\n\n")[0].split())
     role = r":(?:class|func|meth|attr):`(?![~<])([^`<.]+(?:\.[^`<]+)?)`"
     full = re.sub(role, lambda found: f":py:obj:`{_full(found[1])}`", paragraph)
-    return re.split(r"(?<=[^.*]\.)\s", full)[0]
+    return with_pages(re.split(r"(?<=[^.*]\.)\s", full)[0])
+
+
+def with_pages(text: str) -> str:
+    """Return the text of a docstring with a link for each document that it names, such as docs/weights.md."""
+    return re.sub(r"(?<![\w/`])docs/(\w+)\.md", r":doc:`\1 </\1>`", text)
 
 
 def _full(name: str) -> str:
@@ -243,7 +252,7 @@ def shown(command: click.Command = main, path: str = "lockstep", parent: click.C
         " ".join([path, *command.collect_usage_pieces(context)]),
         inspect.cleandoc(command.help or ""),
         tuple(options),
-        tuple(shown(command.commands[name], f"{path} {name}", context) for name in below)  # type: ignore[attr-defined]
+        tuple(shown(command.commands[name], f"{path} {name}", context) for name in below),  # type: ignore[attr-defined]
     )
 
 
@@ -303,7 +312,9 @@ def _explanation(help: str) -> list[str]:
     return lines
 
 
-_WORDS = re.compile(r"(?<![\w`-])(?:(?P<option>--?[a-z][\w-]*(?:[ =](?=[\w:]*[A-Z])[\w:/.]+)?)|(?P<variable>LOCKSTEP_[A-Z_]+)(?:=\w+)?)")
+_WORDS = re.compile(
+    r"(?<![\w`-])(?:(?P<option>--?[a-z][\w-]*(?:[ =](?=[\w:]*[A-Z])[\w:/.]+)?)|(?P<variable>LOCKSTEP_[A-Z_]+)(?:=\w+)?)"
+)
 
 
 def _inline(text: str) -> str:

@@ -46,7 +46,7 @@ python_use_unqualified_type_names = True
 smartquotes = False  # they would make a dash of the two in "--grace"
 
 # Both have a contrast of 4.5 and more.
-pygments_style, pygments_dark_style = "a11y-high-contrast-light", "a11y-high-contrast-dark"
+pygments_style, pygments_dark_style = "a11y-high-contrast-light", "github-dark"
 html_theme = "furo"
 html_title = "lockstep"
 html_static_path = [str(_HERE / "style.css")]
@@ -54,6 +54,9 @@ html_css_files = ["style.css"]
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False
-html_theme_options = {"navigation_with_keys": True}
+html_theme_options = {
+    "navigation_with_keys": True,
+    "light_css_variables": {"color-code-background": "#f6f8fa"},
+}
 # Only what a reader would type: outputs have no button.
 copybutton_selector = ", ".join(f"div.highlight-{language} pre" for language in ("python", "bash", "yaml"))

@@ -32,7 +32,7 @@ def track(iterable: Iterable[Item], description: str = "", *, file: TextIO | Non
         file: the file to write to; standard error if None.
 
     Returns:
-        An iterable over the same items. Its :meth:`Track.show <lockstep.progress.Track.show>` puts numbers beside the bar.
+        An iterable over the same items. Its :meth:`~lockstep.progress.Track.show` puts numbers beside the bar.
     """
     return Track(iterable, description, file=file)
 

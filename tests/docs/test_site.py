@@ -12,10 +12,10 @@ from pathlib import Path
 
 import click
 import pytest
+from scripts import site_inventory, site_pages, site_reference
 
 from lockstep import knobs
 from lockstep.cli import main
-from scripts import site_inventory, site_pages, site_reference
 from tests.browser import browser, needs_browser
 
 ROOT = Path(__file__).parents[2]
@@ -28,8 +28,8 @@ def refuse(event, arguments):
         raise OSError(f"the network was asked: {event}{arguments}")
 
 sys.addaudithook(refuse)
-from scripts.build_site import build
-sys.exit(build(Path(sys.argv[1])))
+from scripts import build_site
+sys.exit(getattr(build_site, sys.argv[1])(*map(Path, sys.argv[2:])))
 """
 #: All text of a page that can be seen and whose contrast to what lies behind it is less than this.
 LEAST_CONTRAST = 4.5
@@ -68,7 +68,7 @@ FAINT = """
     const back = behind(element), front = over(colour(getComputedStyle(element).color), back)
     const [dark, bright] = [light(front), light(back)].sort((a, b) => a - b)
     const contrast = (bright + 0.05) / (dark + 0.05)
-    if (contrast < LEAST) found.add(`${contrast.toFixed(2)}: ${text.slice(0, 40)} (${element.tagName}.${element.className})`)
+    if (contrast < LEAST) found.add(`${contrast.toFixed(2)}: ${text.slice(0, 40)} (${element.outerHTML.slice(0, 80)})`)
   }
   return [seen, Array.from(found)]
 })()
@@ -83,10 +83,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if importlib.util.find_spec("sphinx") is None:
         pytest.skip("Sphinx is not installed: pip install -e '.[docs]'")
     folder = tmp_path_factory.mktemp("site") / "site"
-    command = [sys.executable, "-c", BUILD, str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500, stdin=subprocess.DEVNULL)
+    done = call("build", folder)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return folder
+
+
+def call(function: str, *folders: Path) -> subprocess.CompletedProcess[str]:
+    """Call a function of build_site.py in a process that can reach no network."""
+    command = [sys.executable, "-c", BUILD, function, *map(str, folders)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500, stdin=subprocess.DEVNULL)
 
 
 def documented(site: Path) -> set[str]:
@@ -163,12 +168,25 @@ def test_pages_of_a_folder_are_taken_without_being_listed(tmp_path: Path, monkey
 
 def test_links_lead_to_pages_and_a_broken_one_is_an_error() -> None:
     document, pages = ROOT / "docs" / "guides" / "lightning.md", site_pages.all_pages()
-    text = "[a](../../README.md) [b](../weights.md#class-weights) [c](../../src/lockstep/knobs.py)\n```text\n[x](y.md)\n```\n"
+    code = "\n```text\n[x](y.md)\n```\n"
+    text = f"[a](../../README.md) [b](../weights.md#class-weights) [c](../../src/lockstep/knobs.py){code}"
     assert site_pages.linked(text, document, pages) == (
-        "[a](../overview.md) [b](../weights.md#class-weights) [c](../reference/environment.rst)\n```text\n[x](y.md)\n```\n"
+        f"[a](../overview.md) [b](../weights.md#class-weights) [c](../reference/environment.rst){code}"
     )
     with pytest.raises(site_pages.BrokenLink, match=r"lightning.md links to nowhere.md"):
         site_pages.linked("[a](nowhere.md)", document, pages)
+
+
+def test_a_reference_that_leads_nowhere_ends_the_build(site: Path, tmp_path: Path) -> None:  # noqa: ARG001 - skips
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "index.md").write_text("# One\n\n[a](two.rst#nowhere) [b](two.rst)\n\n```{toctree}\ntwo\n```\n")
+    (sources / "two.rst").write_text("Two\n===\n\n:class:`lockstep.Nobody` :func:`torch.nobody` :doc:`three`\n")
+    done = call("run_sphinx", sources, tmp_path / "built")
+    assert done.returncode == 1, done.stderr
+    for target in ("nowhere", "lockstep.Nobody", "torch.nobody", "three"):
+        assert len(re.findall(rf"^.*WARNING.*{target}.*$", done.stderr, re.MULTILINE)) == 1, done.stderr
+    assert done.stderr.count("WARNING: ") == 4, done.stderr
 
 
 def test_links_of_the_site_lead_to_files_of_it(site: Path) -> None:
@@ -223,6 +241,8 @@ def test_pages_fit_a_phone_can_be_read_and_ask_nobody(site: Path) -> None:
                 seen, faint = page.ask(FAINT)
                 assert seen > 50, name
                 assert faint == [], (name, theme)
+        page.ask("document.querySelector('h1').style.color = 'rgb(120 120 120 / 60%)'")
+        assert len(page.ask(FAINT)[1]) == 1  # it would have been seen
         assert page.errors == []
         assert [url for url in page.requests if not url.startswith((site.as_uri(), "data:"))] == []
 
@@ -230,8 +250,8 @@ def test_pages_fit_a_phone_can_be_read_and_ask_nobody(site: Path) -> None:
 @needs_browser
 def test_the_search_finds_a_name_and_a_word(site: Path) -> None:
     with browser() as page:
-        for word, target in (("all_reduce", "lockstep.World.all_reduce"), ("preemption", ".html")):
-            page.open(site / 'search.html', query=f'q={word}')
+        for word, target in (("all_reduce", "lockstep.World.all_reduce"), ("Perfetto", "trace.html")):
+            page.open(site / "search.html", query=f"q={word}")
             page.until("document.querySelectorAll('ul.search li a').length > 0")
             links = page.ask("Array.from(document.querySelectorAll('ul.search li a')).map(link => link.href)")
             assert any(target in link for link in links), links

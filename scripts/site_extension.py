@@ -10,8 +10,9 @@ from typing import Any
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
-from sphinx.ext.napoleon import GoogleDocstring
+from sphinx.ext.napoleon.docstring import GoogleDocstring
 from sphinx.pycode import ModuleAnalyzer
+from sphinx.util.nodes import make_refnode
 
 import lockstep
 from scripts import site_reference
@@ -29,6 +30,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-process-signature", _leave_out_constructor)
     app.connect("doctree-read", _link_words)
     app.connect("doctree-read", _write_dashes)
+    app.connect("missing-reference", _find_command)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -52,7 +54,7 @@ def _read_docstring(_app: Sphinx, what: str, name: str, obj: Any, options: Any, 
     It is napoleon's reader, but properties are read as methods are: napoleon's own listener takes what stands before a
     colon there for a type.
     """
-    kind = "method" if what in ("attribute", "data", "property") else what
+    kind: Any = "method" if what in ("attribute", "data", "property") else what
     linked = [site_reference.with_pages(line) for line in lines]
     read = GoogleDocstring(linked, what=kind, name=name, obj=obj, options=options).lines()
     lines[:] = [each for line in read for each in _split_parameters(line)]
@@ -106,8 +108,16 @@ def _referred_to(text: str) -> tuple[str, str, str] | None:
         labels = site_reference.labels()
         for path in (f"lockstep {command[1]} {command[2]}", f"lockstep {command[1]}"):
             if path in labels:
-                return "std", "ref", labels[path]
+                return "", "command", path
     return None
+
+
+def _find_command(app: Sphinx, _env: Any, node: Any, content: nodes.Element) -> nodes.Element | None:
+    """Make the link to a command, whose label is no target of a role that keeps the code's font."""
+    if node["reftype"] != "command":
+        return None
+    page, label = site_reference.labels()[node["reftarget"]]
+    return make_refnode(app.builder, node["refdoc"], page, label, content)
 
 
 def _is_linked(literal: nodes.literal) -> bool:

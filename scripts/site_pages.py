@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scripts import site_reference
@@ -33,6 +33,9 @@ _NAMED = {
     ROOT / "src" / "lockstep" / "errors.py": "reference/errors.rst",
     RESULTS: "measurements/index.md",
 }
+_PICTURES = (".png", ".svg")
+#: Of files that are shown as they are.
+_LANGUAGES = {".py": "python", ".pyi": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
 #: Section of the index -> the folder whose pages it takes, also where the index does not list them.
 _FOLDERS = {"Start": "guides", "Symptoms": "symptoms"}
 
@@ -55,11 +58,13 @@ class Item:
         title: what the list calls it.
         page: its file in the site's sources.
         words: what it is about, in a line of Markdown.
+        lead: what the list says before it.
     """
 
     title: str
     page: str
     words: str
+    lead: str = ""
 
     @property
     def name(self) -> str:
@@ -92,7 +97,7 @@ def contents(index: Path = INDEX, pages: Mapping[Path, str] | None = None) -> Co
         pages: as :func:`all_pages` returns them.
 
     Raises:
-        ValueError: a line of a section is not ``- [Title](page): what it is about``.
+        ValueError: a line of a list has no link.
         BrokenLink: a link leads nowhere.
     """
     pages = all_pages() if pages is None else pages
@@ -103,16 +108,16 @@ def contents(index: Path = INDEX, pages: Mapping[Path, str] | None = None) -> Co
 
 
 def _section(index: Path, part: str, pages: Mapping[Path, str]) -> Section:
-    title, _, lines = part.partition("\n")
-    items = []
-    for line in re.sub(r"\n +", " ", lines.strip()).splitlines():
-        found = _ITEM.fullmatch(line)
-        if found is None:
-            raise ValueError(f"{index.name}: expected '- [Title](page): what it is about', not {line!r}")
-        page = pages.get(_target(index, found["target"]))
-        if page is None:
-            raise BrokenLink(f"{index.name} links to {found['target']}, which is no page")
-        items.append(Item(found["title"], page, found["words"]))
+    title, _, text = part.partition("\n")
+    items: list[Item] = []
+    lead: list[str] = []
+    for line in re.sub(r"\n +", " ", text.strip()).splitlines():
+        if line.startswith("- "):
+            first, *others = _items(index, line, pages)
+            items += [replace(first, lead=" ".join(lead).strip()), *others]
+            lead = []
+        else:
+            lead.append(line)
     listed = {item.page for item in items}
     folder = _FOLDERS.get(title)
     if folder is not None:
@@ -121,13 +126,29 @@ def _section(index: Path, part: str, pages: Mapping[Path, str]) -> Section:
     return Section(title, tuple(items))
 
 
+def _items(index: Path, line: str, pages: Mapping[Path, str]) -> Iterator[Item]:
+    """Yield what a line of the list names: a page and what it is about, or several that say that themselves."""
+    found = [_target(index, link["path"]) for link in _LINK.finditer(line)]
+    for target in found:
+        if target not in pages:
+            raise BrokenLink(f"{index.name} links to {target}, which is no page of the site")
+    one = _ITEM.fullmatch(line)
+    if one is not None:
+        yield Item(one["title"], pages[found[0]], one["words"])
+    elif not found:
+        raise ValueError(f"{index.name}: no page is linked in {line!r}")
+    else:
+        yield from (_item(target, pages[target]) for target in found)
+
+
 def _item(path: Path, page: str) -> Item:
     """Describe a page by its heading and its first sentence."""
     text = path.read_text()
     title = heading(text, path.name)
-    first = re.search(r"^# .+\n+([^\n#`|>-].*?)(?:\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
-    sentence = "" if first is None else re.split(r"(?<=[.?!:])\s", " ".join(first[1].split()))[0]
-    return Item(title, page, re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", sentence).rstrip(".:"))
+    _, _, first = text.partition("\n\n")
+    paragraph = "" if re.match(r"#|```|\||>|- |<!--", first) else " ".join(first.partition("\n\n")[0].split())
+    sentence = re.split(r"(?<=[.?!])\s", paragraph)[0].rstrip(".:")
+    return Item(title, page, re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", sentence))
 
 
 def heading(text: str, name: str) -> str:
@@ -147,17 +168,16 @@ def all_pages() -> dict[Path, str]:
     documents = {path: path.relative_to(DOCS).as_posix() for path in sorted(DOCS.rglob("*.md"))}
     results = {path: f"measurements/{path.name}" for path in sorted(RESULTS.glob("*.md"))}
     found = documents | results | _NAMED
-    return _programs(path for path in found if path.suffix == ".md") | found
+    return _sources(path for path in found if path.suffix == ".md") | found
 
 
-def _programs(documents: Iterable[Path]) -> dict[Path, str]:
-    """Return the programs that documents link to."""
+def _sources(documents: Iterable[Path]) -> dict[Path, str]:
+    """Return the files and folders that documents link to, apart from pictures, with a page for each."""
     linked = {
-        _target(document, link)
-        for document in documents
-        for link in re.findall(r"\]\(([^)#\s]+\.py)\)", document.read_text())
+        _target(document, found["path"]) for document in documents for found in _LINK.finditer(document.read_text())
     }
-    return {path: f"programs/{path.relative_to(ROOT).with_suffix('.md')}" for path in sorted(linked) if path.exists()}
+    shown = sorted(path for path in linked if path.exists() and path.suffix not in _PICTURES)
+    return {path: f"sources/{path.relative_to(ROOT).with_suffix('.md').as_posix()}" for path in shown}
 
 
 def stage(folder: Path) -> Contents:
@@ -173,7 +193,7 @@ def stage(folder: Path) -> Contents:
     pictures = [*DOCS.glob("*.png"), *DOCS.glob("*.svg")]
     for picture in pictures:
         shutil.copyfile(picture, folder / picture.name)
-    texts = {page: _text(path, pages) for path, page in pages.items() if path.is_file() and page.endswith(".md")}
+    texts = {page: _text(path, pages) for path, page in pages.items() if page.endswith(".md") and path != RESULTS}
     texts |= {"index.md": front(found), _NAMED[RESULTS]: _measurements(pages)}
     texts |= site_reference.pages()
     for page, text in texts.items():
@@ -184,10 +204,12 @@ def stage(folder: Path) -> Contents:
 
 
 def _text(path: Path, pages: Mapping[Path, str]) -> str:
-    if path.suffix == ".py":
-        name = path.relative_to(ROOT).as_posix()
-        return f"---\norphan: true\n---\n\n# {name}\n\n```python\n{path.read_text()}```\n"
-    return linked(path.read_text(), path, pages)
+    if path.suffix == ".md":
+        return linked(path.read_text(), path, pages)
+    head = f"---\norphan: true\n---\n\n# {path.relative_to(ROOT).as_posix()}\n\n"
+    if path.is_dir():
+        return head + "".join(f"- `{each.name}`\n" for each in sorted(path.iterdir()) if each.name != "__pycache__")
+    return f"{head}```{_LANGUAGES.get(path.suffix, 'text')}\n{path.read_text()}```\n"
 
 
 def linked(text: str, path: Path, pages: Mapping[Path, str]) -> str:
@@ -207,7 +229,7 @@ def linked(text: str, path: Path, pages: Mapping[Path, str]) -> str:
         if "://" in found["path"] or found["path"].startswith("mailto:"):
             return found[0]
         target = _target(path, found["path"])
-        page = pages.get(target, target.name if target.suffix in (".png", ".svg") and target.exists() else None)
+        page = pages.get(target, target.name if target.suffix in _PICTURES and target.exists() else None)
         if page is None:
             raise BrokenLink(f"{path.relative_to(ROOT)} links to {found['path']}, which is no page of the site")
         return f"]({os.path.relpath(page, here or '.')}{found['anchor'] or ''})"
@@ -246,11 +268,12 @@ def front(found: Contents) -> str:
     """Return the site's front page: a card for each page, and the trees of the sidebar."""
     text = [f"# {found.title}\n", _LINK.sub(lambda link: f"]({_NAMED[_target(INDEX, link['path'])]})", found.words), ""]
     for section in found.sections:
-        text += [f"## {section.title}\n", "::::{grid} 1 1 2 2", ":gutter: 2", ""]
-        for item in section.items:
+        text += [f"## {section.title}", ""]
+        for number, item in enumerate(section.items):
+            if item.lead or number == 0:
+                text += [*(["::::", ""] if number else []), item.lead, "", "::::{grid} 1 1 2 2", ":gutter: 2", ""]
             text += [f":::{{grid-item-card}} {item.title}", f":link: /{item.name}", ":link-type: doc", ""]
-            text += [item.words[:1].upper() + item.words[1:]]
-            text += [":::", ""]
+            text += [item.words[:1].upper() + item.words[1:], ":::", ""]
         text += ["::::", "", "```{toctree}", ":hidden:", f":caption: {section.title}", ""]
         text += [f"{item.title} </{item.name}>" for item in section.items]
         text += ["```", ""]

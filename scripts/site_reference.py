@@ -257,10 +257,13 @@ def shown(command: click.Command = main, path: str = "lockstep", parent: click.C
 
 
 @functools.cache
-def labels() -> dict[str, str]:
-    """Return the label of each command's place in the reference: ``lockstep runs ls`` -> ``command-runs-ls``."""
-    top = shown()
-    return {each.path: _label(each) for command in top.commands for each in (command, *command.commands)}
+def labels() -> dict[str, tuple[str, str]]:
+    """Return the page of each command, and its label there: ``lockstep runs ls`` -> its group's and its own."""
+    return {
+        each.path: (f"reference/{_page_name(command)}", _label(each))
+        for command in shown().commands
+        for each in (command, *command.commands)
+    }
 
 
 def _commands() -> dict[str, str]:

@@ -54,9 +54,6 @@ html_css_files = ["style.css"]
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False
-html_theme_options = {
-    "navigation_with_keys": True,
-    "light_css_variables": {"color-code-background": "#f6f8fa"},
-}
+html_theme_options = {"navigation_with_keys": True}
 # Only what a reader would type: outputs have no button.
 copybutton_selector = ", ".join(f"div.highlight-{language} pre" for language in ("python", "bash", "yaml"))

@@ -151,19 +151,30 @@ def test_every_document_is_in_the_list_of_pages() -> None:
     ]  # fmt: skip
 
 
-def test_pages_of_a_folder_are_taken_without_being_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_of_pages_names_one_with_words_or_several_and_takes_whole_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(site_pages, "DOCS", tmp_path)
     (tmp_path / "symptoms").mkdir()
-    (tmp_path / "symptoms" / "slow.md").write_text("# It is slow\n\nA step [takes](x.md) longer. More.\n")
-    (tmp_path / "symptoms" / "hangs.md").write_text("# It hangs\n\n```text\nnothing\n```\n")
+    for name, text in {
+        "hangs": "# It hangs\n\n```text\nnothing\n```\n",
+        "nan": "# NaN\n\nThe step\nis left out: on all ranks. More.\n\n```python\n# a\n\nb\n```\n",
+        "slow": "# It is slow\n\nA step [takes](x.md) longer.\n",
+    }.items():
+        (tmp_path / "symptoms" / f"{name}.md").write_text(text)
     index = tmp_path / "index.md"
-    index.write_text("# lockstep\n\nWords.\n\n## Symptoms\n\n- [Hangs](symptoms/hangs.md): what to\n  look at\n")
+    lines = "- [Hangs](symptoms/hangs.md): what to\n  look at\n- Wrong: [not a number](symptoms/nan.md)\n"
+    index.write_text(f"# lockstep\n\nWords.\n\n## Symptoms\n\nBy symptom:\n\n{lines}")
     pages = {path: path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.md")}
     (section,) = site_pages.contents(index, pages).sections
     assert section.items == (
-        site_pages.Item("Hangs", "symptoms/hangs.md", "what to look at"),
+        site_pages.Item("Hangs", "symptoms/hangs.md", "what to look at", lead="By symptom:"),
+        site_pages.Item("NaN", "symptoms/nan.md", "The step is left out: on all ranks"),
         site_pages.Item("It is slow", "symptoms/slow.md", "A step takes longer"),
     )
+    index.write_text("# lockstep\n\nWords.\n\n## Symptoms\n\n- [Hangs](symptoms/hung.md): what to look at\n")
+    with pytest.raises(site_pages.BrokenLink, match="hung"):
+        site_pages.contents(index, pages)
 
 
 def test_links_lead_to_pages_and_a_broken_one_is_an_error() -> None:

@@ -25,7 +25,7 @@ _COMMAND = re.compile(r"lockstep ([a-z]+)(?: ([a-z]+))?(?: .*)?")
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Connect the functions of this module, as Sphinx asks."""
-    _find_comments_of_attributes()
+    app.connect("env-before-read-docs", _find_comments_of_attributes)
     app.connect("autodoc-process-docstring", _read_docstring)
     app.connect("autodoc-process-signature", _leave_out_constructor)
     app.connect("doctree-read", _link_words)
@@ -34,8 +34,10 @@ def setup(app: Sphinx) -> dict[str, Any]:
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
-def _find_comments_of_attributes() -> None:
+def _find_comments_of_attributes(_app: Sphinx, _env: Any, pages: list[str]) -> None:
     """Let autodoc find comments ``#:`` where the public names are defined, though their ``__module__`` is lockstep."""
+    if not any(page.startswith("reference/") for page in pages):
+        return
     for name in site_reference.homes():
         getattr(lockstep, name)  # which sets it
     ours = ModuleAnalyzer.for_module("lockstep")

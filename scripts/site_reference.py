@@ -159,7 +159,10 @@ def definition(name: str) -> ast.FunctionDef | ast.ClassDef:
 
 
 def members(name: str) -> list[str]:
-    """Return the public members that a class itself defines: methods, properties, and attributes of its instances."""
+    """Return the public members that a class itself defines: methods, properties, and attributes of its instances.
+
+    Attributes that the constructor takes are left out where the class explains them among its arguments.
+    """
     found: dict[str, None] = {}
     defined = definition(name)
     for node in defined.body if isinstance(defined, ast.ClassDef) else ():
@@ -169,7 +172,9 @@ def members(name: str) -> list[str]:
                 found |= dict.fromkeys(_attributes(node))
         elif isinstance(node, ast.AnnAssign):
             found[ast.unparse(node.target)] = None
-    return [member for member in found if not member.startswith("_")]
+    arguments = re.findall(r"^    (\w+(?:, \w+)*): ", ast.get_docstring(defined) or "", re.MULTILINE)
+    explained = {each for names in arguments for each in names.split(", ")}
+    return [member for member in found if not member.startswith("_") and member not in explained]
 
 
 def _attributes(constructor: ast.FunctionDef) -> Iterator[str]:

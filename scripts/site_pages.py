@@ -164,8 +164,12 @@ def heading(text: str, name: str) -> str:
 
 
 def all_pages() -> dict[Path, str]:
-    """Return what there is a page for: file or folder -> the page's file in the site's sources."""
-    documents = {path: path.relative_to(DOCS).as_posix() for path in sorted(DOCS.rglob("*.md"))}
+    """Return what the site has: a document, a picture or another file or folder -> its file in the site's sources."""
+    documents = {
+        path: path.relative_to(DOCS).as_posix()
+        for path in sorted(DOCS.rglob("*"))
+        if path.suffix in (".md", *_PICTURES)
+    }
     results = {path: f"measurements/{path.name}" for path in sorted(RESULTS.glob("*.md"))}
     found = documents | results | _NAMED
     return _sources(path for path in found if path.suffix == ".md") | found
@@ -190,16 +194,15 @@ def stage(folder: Path) -> Contents:
     folder.mkdir(parents=True)
     pages = all_pages()
     found = contents(pages=pages)
-    pictures = [*DOCS.glob("*.png"), *DOCS.glob("*.svg")]
-    for picture in pictures:
-        shutil.copyfile(picture, folder / picture.name)
+    for path, page in pages.items():
+        (folder / page).parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix in _PICTURES:
+            shutil.copyfile(path, folder / page)
     texts = {page: _text(path, pages) for path, page in pages.items() if page.endswith(".md") and path != RESULTS}
     texts |= {"index.md": front(found), _NAMED[RESULTS]: _measurements(pages)}
     texts |= site_reference.pages()
     for page, text in texts.items():
-        file = folder / page
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        (folder / page).write_text(text)
     return found
 
 
@@ -229,7 +232,7 @@ def linked(text: str, path: Path, pages: Mapping[Path, str]) -> str:
         if "://" in found["path"] or found["path"].startswith("mailto:"):
             return found[0]
         target = _target(path, found["path"])
-        page = pages.get(target, target.name if target.suffix in _PICTURES and target.exists() else None)
+        page = pages.get(target)
         if page is None:
             raise BrokenLink(f"{path.relative_to(ROOT)} links to {found['path']}, which is no page of the site")
         return f"]({os.path.relpath(page, here or '.')}{found['anchor'] or ''})"

@@ -40,7 +40,7 @@ _LANGUAGES = {".py": "python", ".pyi": "python", ".sh": "bash", ".yaml": "yaml",
 _FOLDERS = {"Start": "guides", "Symptoms": "symptoms"}
 
 _HEADING = re.compile(r"# (.+)")
-_ITEM = re.compile(r"- \[(?P<title>[^\]]+)\]\((?P<target>[^)]+)\): (?P<words>.+)")
+_ITEM = re.compile(r"- \[(?P<title>[^\]]+)\]\([^)]+\): (?P<words>.+)")
 _LINK = re.compile(r"\]\((?P<path>[^)#\s]+)(?P<anchor>#[^)]*)?\)")
 _IMAGE = re.compile(r"!\[(?P<words>[^\]]*)\]\((?P<path>[^)]+)-light\.png\)")
 _FENCE = re.compile(r"^ *(```|~~~)")
@@ -104,7 +104,7 @@ def contents(index: Path = INDEX, pages: Mapping[Path, str] | None = None) -> Co
     head, *parts = re.split(r"^## ", index.read_text(), flags=re.MULTILINE)
     title, _, words = head.partition("\n")
     sections = [_section(index, part, pages) for part in parts]
-    return Contents(title.removeprefix("# "), words.strip(), tuple(sections))
+    return Contents(title.removeprefix("# "), linked(words.strip(), index, pages), tuple(sections))
 
 
 def _section(index: Path, part: str, pages: Mapping[Path, str]) -> Section:
@@ -114,7 +114,7 @@ def _section(index: Path, part: str, pages: Mapping[Path, str]) -> Section:
     for line in re.sub(r"\n +", " ", text.strip()).splitlines():
         if line.startswith("- "):
             first, *others = _items(index, line, pages)
-            items += [replace(first, lead=" ".join(lead).strip()), *others]
+            items += [replace(first, lead=linked(" ".join(lead).strip(), index, pages)), *others]
             lead = []
         else:
             lead.append(line)
@@ -134,7 +134,7 @@ def _items(index: Path, line: str, pages: Mapping[Path, str]) -> Iterator[Item]:
             raise BrokenLink(f"{index.name} links to {target}, which is no page of the site")
     one = _ITEM.fullmatch(line)
     if one is not None:
-        yield Item(one["title"], pages[found[0]], one["words"])
+        yield Item(one["title"], pages[found[0]], linked(one["words"], index, pages))
     elif not found:
         raise ValueError(f"{index.name}: no page is linked in {line!r}")
     else:
@@ -269,7 +269,7 @@ def _target(path: Path, link: str) -> Path:
 
 def front(found: Contents) -> str:
     """Return the site's front page: a card for each page, and the trees of the sidebar."""
-    text = [f"# {found.title}\n", _LINK.sub(lambda link: f"]({_NAMED[_target(INDEX, link['path'])]})", found.words), ""]
+    text = [f"# {found.title}\n", found.words, ""]
     for section in found.sections:
         text += [f"## {section.title}", ""]
         for number, item in enumerate(section.items):

@@ -30,7 +30,7 @@ QUICK := $(addprefix tests/ranks/test_,ddp_left_out.py run_signals.py ddp_wrappi
 COMPILER := tests/ranks/test_compiled.py tests/unit/test_torch.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick check format faults ecosystem schedulers bench newest oldest pythons wheel house clean
+.PHONY: help demo test quick check format faults ecosystem schedulers bench newest oldest pythons wheel house docs clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 16
@@ -95,6 +95,9 @@ bench: $(READY)  ## measure launch and step times against torch (some minutes; n
 
 wheel: $(READY)  ## build the wheel and the source distribution into dist/
 	$(BIN)/python -m build --no-isolation --outdir dist .
+
+docs: $(READY)  ## build the documentation site into build/site, without a network; a broken link ends it
+	$(BIN)/python -m scripts.build_site build/site
 
 house: $(READY)  ## draw docs/house.svg anew, the picture of the rooms and who imports whom
 	$(BIN)/python scripts/draw_house.py

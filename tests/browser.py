@@ -69,10 +69,10 @@ class Page:
                 result: dict[str, Any] = answer["result"]
                 return result
 
-    def open(self, path: Path, *, width: int = 1180, height: int = 900) -> None:
+    def open(self, path: Path, *, query: str = "", width: int = 1180, height: int = 900) -> None:
         """Show a file, and wait until it is loaded."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        self.call("Page.navigate", url=path.as_uri())
+        self.call("Page.navigate", url=path.as_uri() + (query and f"?{query}"))
         self.until("document.readyState == 'complete' && location.protocol == 'file:'")
 
     def ask(self, expression: str) -> Any:

@@ -63,6 +63,7 @@ class RankFailed(LaunchError):
 
     def __init__(self, message: str, *, rank: int, exit_code: int, traceback: str | None = None) -> None:
         super().__init__(message)
+        #: The rank that ended.
         self.rank = rank
         #: The exit code as a shell reports it: for a signal, 128 + its number.
         self.exit_code = exit_code

@@ -23,7 +23,7 @@
                        stages per rank); for tests, and for machines whose caches differ much.
 ``LOCKSTEP_LATE``      seconds that a rank may hold up the others before ``lockstep run`` says so, where ten
                        steps take less. 5 by default.
-``LOCKSTEP_TIMES``     for tests: how long the product waits, as :mod:`lockstep.times` says; ``0.2`` shortens every
+``LOCKSTEP_TIMES``     for tests: how long the product waits, as ``lockstep/times.py`` says; ``0.2`` shortens every
                        pause, ``silent=1.5`` is one time by its name.
 ``LOCKSTEP_QUIET``     1: leave out the summary at the end of ``lockstep.spawn``, and of ``lockstep run``, which
                        also has ``--quiet``.

@@ -32,13 +32,13 @@ def track(iterable: Iterable[Item], description: str = "", *, file: TextIO | Non
         file: the file to write to; standard error if None.
 
     Returns:
-        An iterable over the same items. Its :meth:`Track.show` puts numbers beside the bar.
+        An iterable over the same items. Its :meth:`~lockstep.progress.Track.show` puts numbers beside the bar.
     """
     return Track(iterable, description, file=file)
 
 
 class Track(Generic[Item]):
-    """The iterable that :func:`track` returns."""
+    """The iterable that :func:`lockstep.track` returns."""
 
     def __init__(self, iterable: Iterable[Item], description: str, *, file: TextIO | None = None) -> None:
         self._iterable = iterable

@@ -21,11 +21,13 @@ from lockstep.text import counted
 class Restored:
     """The checkpoint that training resumes from."""
 
+    #: Its folder.
     folder: Path
     #: Optimizer steps taken.
     step: int
-    #: The epoch to resume in, and whether a part of it is done.
+    #: The epoch to resume in.
     epoch: int
+    #: Whether a part of that epoch is done.
     in_epoch: bool
     #: Number of ranks of the job that wrote it.
     world_size: int

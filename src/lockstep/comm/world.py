@@ -311,7 +311,7 @@ class World:
                 keys as strings). For other objects there is ``torch.distributed.all_gather_object``, which pickles.
 
         Returns:
-            One entry for each rank, also this one's own: equal on all ranks. Tensors are new ones on the device of this
+            One entry for each rank, also this one's own, equal on all ranks. Tensors are new ones on the device of this
             rank, without gradients.
 
         Raises:

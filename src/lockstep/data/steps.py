@@ -317,7 +317,7 @@ class Source(Protocol):
 
 
 class Steps:
-    """The steps of an epoch, as :meth:`ShardedLoader.steps` returns them; their number is the length."""
+    """The steps of an epoch, as :meth:`lockstep.ShardedLoader.steps` returns them; their number is the length."""
 
     def __init__(self, source: Source) -> None:
         self._source = source

@@ -83,6 +83,7 @@ class DataParallel(nn.Module):
             raise TypeError(f"expected a torch.nn.Module, not {type(module).__name__}")
         if criterion is not None and not callable(criterion):
             raise TypeError(f"criterion must be callable as criterion(output, target), not {type(criterion).__name__}")
+        #: The device of each replica; empty where the bare module runs.
         self.devices = resolve_devices(device_ids)
         if device_ids is None:
             refuse_shared(self.devices, Identity.from_environment())

@@ -71,7 +71,7 @@ def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: Any) -> 
 
     Args:
         process_group: the hook's state: the group to reduce over, or None for the default group.
-        bucket: a :class:`GradBucket` (lockstep's or torch's).
+        bucket: a :class:`~lockstep.ddp.comm_hooks.GradBucket` (lockstep's or torch's).
     """
     return _compressed(torch.float16, process_group, bucket)
 
@@ -81,7 +81,7 @@ def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: Any) -> 
 
     Args:
         process_group: the hook's state: the group to reduce over, or None for the default group.
-        bucket: a :class:`GradBucket` (lockstep's or torch's).
+        bucket: a :class:`~lockstep.ddp.comm_hooks.GradBucket` (lockstep's or torch's).
     """
     return _compressed(torch.bfloat16, process_group, bucket)
 

@@ -96,7 +96,7 @@ def clip_grad_norm_(
         foreach: as for torch's function, for gradients that are in no bucket.
 
     Returns:
-        The norm before, of all gradients as one vector: 0-dim, to be logged as it is.
+        The norm before, of all gradients as one vector; 0-dim, to be logged as it is.
 
     Raises:
         RuntimeError: the norm is infinite or NaN, and ``error_if_nonfinite`` is set; nothing is changed then.

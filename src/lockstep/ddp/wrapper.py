@@ -120,6 +120,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.device_ids, self.output_device = _resolve_devices(module, device_ids, output_device)
         self.dim, self.static_graph = dim, static_graph
         self.find_unused_parameters, self.gradient_as_bucket_view = find_unused_parameters, gradient_as_bucket_view
+        #: The names of parameters and buffers that are left alone.
         self.parameters_to_ignore = set(ignored_names(module))
         if broadcast_buffers is None or forward_sync_buffers is not None:
             broadcast_buffers = forward_sync_buffers is not False

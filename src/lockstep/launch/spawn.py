@@ -54,7 +54,7 @@ def spawn(
         start_method: ``"spawn"``; there is no other.
 
     Returns:
-        None if ``join``, else a :class:`SpawnContext`.
+        None if ``join``, else a :class:`~lockstep.launch.spawn.SpawnContext`.
 
     Raises:
         RankFailed: a rank raised or died; the others were stopped. The message holds the rank's traceback.

@@ -62,8 +62,8 @@ def init(
     """**Collective.** Join the job this process was launched in, or make a world of one.
 
     Opens torch's default process group (or takes the one that is open already), gives this rank its device, divides
-    the CPU threads among the ranks of this machine, lets a rank on the CPU keep the memory that it frees (see
-    lockstep.comm.allocator), and seeds the random number generators of Python, NumPy and torch.
+    the CPU threads among the ranks of this machine, lets a rank on the CPU keep the memory that it frees
+    (``LOCKSTEP_KEEP_MEMORY``), and seeds the random number generators of Python, NumPy and torch.
 
     Args:
         backend: any backend torch knows by name; ``"mpi"`` goes over mpi4py where torch was built without MPI. None:

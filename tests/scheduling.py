@@ -16,6 +16,7 @@ from xdist.workermanage import WorkerController
 WAITING = frozenset(
     f"tests/{name}.py"
     for name in (
+        "docs/test_symptoms",
         "faults/test_machines",
         "faults/test_nothing_left",
         "ranks/test_doctor",

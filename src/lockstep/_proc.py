@@ -131,10 +131,14 @@ def is_frozen(pid: int) -> bool:
     return False
 
 
-def resident(pid: int | None) -> int:
-    """Return a process's resident memory in bytes; 0 if it has ended, or ``pid`` is None."""
+def resident(pid: int | None) -> tuple[int, int]:
+    """Return a process's resident memory in bytes, and that part of it which is neither a file's nor shared; 0 and 0 if
+    it has ended, or ``pid`` is None."""
     fields = read(pid, "statm").split() if pid is not None else []
-    return int(fields[1]) * _PAGE if len(fields) > 1 else 0
+    if len(fields) < 3:
+        return 0, 0
+    whole, of_files = (int(field) * _PAGE for field in fields[1:3])
+    return whole, max(0, whole - of_files)
 
 
 def _parse(text: str) -> Stat | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import run, start
+from tests.launching import python_path, run, start
 
 _WORLD = """
 import torch, lockstep
@@ -294,6 +294,21 @@ def test_an_import_that_fails_before_the_ranks_is_told(tmp_path: Path) -> None:
     assert done.code == 1
     assert "the ranks could not be started" in done.err
     assert "No module named 'no_such_module'" in done.err
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_preload_that_initialises_cuda_is_refused_before_any_rank_is_forked(tmp_path: Path) -> None:
+    (tmp_path / "opens_cuda.py").write_text("import torch\ntorch.cuda.is_initialized = lambda: True\n")
+    (tmp_path / "train.py").write_text("open('started', 'w')")
+    done = run(
+        ["lockstep", "run", "-n", "2", "train.py"],
+        tmp_path,
+        LOCKSTEP_PRELOAD="torch,opens_cuda",
+        PYTHONPATH=python_path(tmp_path),
+    )
+    assert done.code == 1
+    assert "LaunchError: importing opens_cuda has initialised CUDA. " in done.err
+    assert "Take opens_cuda out of LOCKSTEP_PRELOAD" in done.err
     assert not (tmp_path / "started").exists()
 
 

@@ -68,6 +68,8 @@ class Progress:
     #: Seconds of pauses of Python's garbage collector, in any phase, and the number of pauses.
     collected: float = 0.0
     collections: int = 0
+    #: Resident bytes at the last look that are neither a file's nor shared; 0: unknown, as of other machines' ranks.
+    own_memory: int = 0
 
     @property
     def work(self) -> float:
@@ -100,6 +102,7 @@ class Progress:
             device_memory=max(self.device_memory, other.device_memory),
             collected=self.collected + other.collected,
             collections=self.collections + other.collections,
+            own_memory=max(self.own_memory, other.own_memory),
         )
 
 

@@ -22,10 +22,11 @@ from itertools import pairwise
 from typing import Any
 
 from lockstep.job.account import FEWEST_LOOKS, FEWEST_STEPS, Ledger, Progress, TimeAccount
+from lockstep.job.growth import Growth, find_growth
 from lockstep.job.page import NAMES, Phase
 from lockstep.job.stretches import Stretch, find
 from lockstep.job.useful import UsefulTime
-from lockstep.text import NEXT, as_clock, as_duration, as_size, counted, in_columns, joined, numbered
+from lockstep.text import NEXT, as_clock, as_duration, as_size, counted, in_columns, joined, numbered, which_ranks
 
 #: The fractions of a step that data, and waiting for no rank of this machine, must take to be named as the limit.
 _INPUT, _NETWORK = 0.2, 0.3
@@ -86,6 +87,8 @@ class Summary(TimeAccount):
     before: int | None = None
     #: The stretches of time in which a rank held up the others.
     stretches: tuple[Stretch, ...] = ()
+    #: The ranks whose memory grew all the time.
+    growths: tuple[Growth, ...] = ()
 
     @classmethod
     def of_start(
@@ -131,6 +134,7 @@ class Summary(TimeAccount):
             lasted=max(end, last.at) - begin,
             machines=tuple((str(host), int(ranks)) for host, ranks in machines),
             stretches=tuple(find(ledger.moments, here)),
+            growths=tuple(find_growth(ledger.moments, here)),
             restarts=restarts,
             before=before,
         )
@@ -154,6 +158,7 @@ class Summary(TimeAccount):
             starting=self.starting + other.starting,
             lasted=self.lasted + other.lasted,
             stretches=self.stretches + other.stretches,
+            growths=self.growths + other.growths,
         )
 
     @property
@@ -237,8 +242,8 @@ class Summary(TimeAccount):
         }.get(self.bottleneck, "lockstep runs report draws the run; lockstep runs plan estimates more ranks")
 
     def remarks(self) -> list[str]:
-        """Return what else there is to say, a line each: of GPUs, stretches, and the garbage collector."""
-        return [*self._devices(), *self._stretches(), *self._collector()]
+        """Return what else there is to say, a line each: of GPUs, stretches, memory, and the garbage collector."""
+        return [*self._devices(), *self._stretches(), *self._growth(), *self._collector()]
 
     def table(self, peaks: Mapping[int, int | None]) -> list[str]:
         """Return a row for each rank, where a rank or a phase stands out."""
@@ -280,6 +285,17 @@ class Summary(TimeAccount):
         ]
         more = len(found) - len(lines)
         return [*lines, *([f"(and {more} more stretches that cost less)"] if more else [])]
+
+    def _growth(self) -> list[str]:
+        if not self.growths:
+            return []
+        most = max(self.growths, key=lambda found: found.after - found.before)
+        ranks = sorted({found.rank for found in self.growths})
+        return [
+            f"memory creeps: that of {which_ranks(ranks)} grew all the time, by {as_size(most.a_step)} a step, from "
+            f"{as_size(most.before)} to {as_size(most.after)}; a list that keeps losses or outputs does so: keep "
+            "loss.item(), and evaluate under torch.no_grad()"
+        ]
 
     def _collector(self) -> list[str]:
         parts = {rank: each.collected / (math.fsum(each.seconds) or 1.0) for rank, each in self.ranks.items()}

@@ -102,7 +102,8 @@ class HangWatch:
         self.text = ""
         #: Rank -> the last report of its launcher, for ranks of other machines.
         self._others: dict[int, _Heard] = {}
-        self._memory = dict.fromkeys(ranks, 0)
+        #: Rank -> its resident bytes, and those of them that are its own.
+        self._memory = dict.fromkeys(ranks, (0, 0))
 
     @property
     def due(self) -> float:
@@ -240,11 +241,12 @@ class HangWatch:
                 tuple(shares.seconds[place]),
                 samples[place],
                 shares.held[place],
-                self._memory[rank],
+                self._memory[rank][0],
                 tuple(self._pages.device_spent(rank)) if self._pages.get(rank, Cell.DEVICE_SIZE) else (),
                 (self._pages.get(rank, Cell.DEVICE_MEMORY), self._pages.get(rank, Cell.DEVICE_SIZE)),
                 self._pages.get(rank, Cell.COLLECTED) / 1e6,
                 self._pages.get(rank, Cell.COLLECTIONS),
+                self._memory[rank][1],
             )
             for place, rank in enumerate(ranks)
         }

@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Any
 
 from lockstep import knobs, machine
+from lockstep.errors import LaunchError
 
 #: The variables from which torch and OpenBLAS take the number of threads: the first that is set counts.
 _OF_TORCH = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
@@ -60,16 +61,30 @@ def load(modules: Iterable[str]) -> None:
     """Import ``modules`` without collecting garbage, then keep what is there out of the collector's sight.
 
     A collection would write to the memory of every object, and so un-share it from the ranks.
+
+    Raises:
+        LaunchError: one of them has initialised CUDA, which no process that is forked from this one could use.
     """
     gc.disable()
     with _noting_reads():
         for name in modules:
             importlib.import_module(name)
+            _refuse_cuda(name)
     for module, names in _READ_WHEN_LOADED.items():
         if module in sys.modules:
             _read.update(dict.fromkeys(names, module))
     gc.freeze()
     gc.enable()
+
+
+def _refuse_cuda(name: str) -> None:
+    cuda = sys.modules.get("torch.cuda")
+    if cuda is not None and cuda.is_initialized():
+        raise LaunchError(
+            f"importing {name} has initialised CUDA. The ranks are forked from the process that imports it, and torch "
+            f"refuses CUDA in them then. Take {name} out of {knobs.PRELOAD}, and the program imports it itself; or let "
+            "it use the GPU in a function, and not while it is imported"
+        )
 
 
 @contextlib.contextmanager

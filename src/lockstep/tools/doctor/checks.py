@@ -5,6 +5,7 @@ A check takes the :class:`CheckTask` and yields findings. It only looks: what it
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -380,6 +381,14 @@ def _pids() -> tuple[int | None, int]:
     return None, 0
 
 
+def _descriptors(pid: int) -> Iterator[str]:
+    """Yield what the open descriptors of a process are; nothing if it has ended, or keeps them to itself."""
+    with contextlib.suppress(OSError):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # it has just been closed
+                yield os.readlink(f"/proc/{pid}/fd/{fd}")
+
+
 def _listener(port: int) -> str:
     """Return who listens at a port, as far as this user may know: `` by process 12 (python train.py)``."""
     sockets = set()
@@ -389,11 +398,7 @@ def _listener(port: int) -> str:
             if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == "0A":  # it listens
                 sockets.add(f"socket:[{fields[9]}]")
     for pid in _own_processes() if sockets else ():
-        try:
-            held = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
-        except OSError:
-            continue  # it has ended, or keeps its descriptors to itself
-        if held & sockets:
+        if sockets & set(_descriptors(pid)):
             command = _proc.read(pid, "cmdline").replace("\0", " ").strip()
             return f" by process {pid} ({command[:60]})"
     return ""

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep import knobs, machine
@@ -81,6 +82,29 @@ def _weighted_mean() -> tuple[float, float, float]:
 
 def test_mean_is_over_samples_not_over_ranks() -> None:
     assert run_ranks(_weighted_mean, 3) == [(7 / 4, 10 / 5, 1.0)] * 3
+
+
+def _means_after_loops() -> tuple[list[float], list[str]]:
+    w = lockstep.init()
+    means, warned = [], []
+    for samples in (3, 4):
+        data = TensorDataset(torch.arange(samples, dtype=torch.float64))
+        for (batch,) in lockstep.shard(DataLoader(data, batch_size=samples)):
+            means.append(w.mean(batch.mean()))
+        for _ in range(2):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                w.mean(1.0)
+            warned += [str(each.message) for each in caught]
+    return means, warned
+
+
+def test_a_mean_after_the_end_of_a_loop_with_unequal_shares_is_warned_of() -> None:
+    (means, warned), others = run_ranks(_means_after_loops, 2)
+    assert means == [1.0, 1.5]
+    assert others == (means, []), "one rank says it"
+    assert len(warned) == 2, "of the loop with three samples alone"
+    assert "counts every rank once, but their shares of its last batch differ (rank 0 had 2 of 3 samples)" in warned[0]
 
 
 def _mean_of_a_loss() -> float:

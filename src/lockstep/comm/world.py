@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from lockstep import _torch
+from lockstep import _torch, callsite
 from lockstep.comm import waiting
 from lockstep.comm.calls import calling, of_all_ranks
 from lockstep.comm.exchange import all_gather_records, all_gather_tensors, broadcast_tensor, group_device
@@ -245,8 +245,9 @@ class World:
         Args:
             value: this rank's mean (a loss, an accuracy): a number or a tensor with one element. Or a tensor of any
                 other shape (accuracies by class, a gradient), the same on all ranks: each element is averaged.
-            samples: how many samples ``value`` is the mean of. If None: this rank's share of the batch that the
-                sharded loader handed out last, or 1 where there is none.
+            samples: how many samples ``value`` is the mean of. If None: this rank's share of the batch in hand, which
+                the sharded loader handed out last, or 1 where there is none. After the end of a loop there is none: a
+                warning says so where the ranks' shares of its last batch differ.
 
         A rank with no samples does not count, whatever its value (the mean over nothing is NaN).
 
@@ -261,6 +262,8 @@ class World:
         """
         if samples is None:
             self._in_hand.refuse_contested("World.mean() without samples=")
+            if self.share is None:
+                self._warn_after_a_loop()
         count = samples if samples is not None else 1 if self.share is None else self.share.local_samples
         if count < 0:
             raise ValueError(f"samples={count}: expected 0 or more")
@@ -273,6 +276,17 @@ class World:
         total, samples_in_all = sums.tolist()
         _refuse_no_samples(samples_in_all)
         return float(total / samples_in_all)
+
+    def _warn_after_a_loop(self) -> None:
+        """Warn, on rank 0, that the loop is over whose last batch this mean is likely of."""
+        over = self._in_hand.over
+        if self.rank == 0 and over is not None and not over.is_even(self.world_size):
+            callsite.warn(
+                "World.mean() after the end of the loop counts every rank once, but their shares of its last batch "
+                f"differ (rank 0 had {over.words()}), so a mean of that batch is not exact, and NaN if a rank had no "
+                "sample. Call it in the loop, or say how many samples the value is a mean of: world.mean(value, "
+                "samples=…)"
+            )
 
     def _mean_of_elements(self, value: torch.Tensor, count: float) -> torch.Tensor:
         """**Collective.** Do as :meth:`mean` for each element."""

@@ -85,6 +85,10 @@ class BatchShare:
             )
         return self.local_samples * world_size / self.global_samples
 
+    def is_even(self, world_size: int) -> bool:
+        """Return whether all ranks have equally much of the batch."""
+        return len(set(self.proportions)) <= 1 and self.global_samples % world_size == 0
+
     def exact_parts(self, world_size: int) -> list[Fraction]:
         """Return by rank which part of the global batch its share is before it is rounded to samples."""
         proportions = [*map(Fraction, self.proportions or (1,) * world_size)]
@@ -164,6 +168,8 @@ class BatchesInHand:
         self._beside: WeakKeyDictionary[object, WeakSet[object]] = WeakKeyDictionary()
         #: True if items were ever counted here: a job that does not count must not pay for it.
         self._counts = False
+        #: The share of the last batch of a pass that is over, while no other has begun.
+        self.over: BatchShare | None = None
         #: Items of a batch that is gone, for a backward that is still to come; and whether one is.
         self._left_over: Items | None = None
         self._awaits_backward = False
@@ -227,6 +233,7 @@ class BatchesInHand:
 
     def begin_pass(self, loader: object) -> None:
         """Note where a pass over ``loader`` begins, when its iterator is made."""
+        self.over = None
         others = {each.loader for each in self._passes if each.loader is not loader}
         self._around[loader] = others - set(self._beside.get(loader, ()))
 
@@ -255,6 +262,7 @@ class BatchesInHand:
 
     def take_back(self, loader: object) -> None:
         """Note that the pass over ``loader`` is over."""
+        self.over = next((each.share for each in self._passes if each.loader is loader), self.over)
         self._passes = [each for each in self._passes if each.loader is not loader]
         self._around.pop(loader, None)
 

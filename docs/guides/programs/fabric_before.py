@@ -65,7 +65,8 @@ def evaluate(fabric, model, loader):
 def main():
     args = parse_arguments()
     strategy = "ddp" if args.devices > 1 else "auto"
-    fabric = Fabric(devices=args.devices, strategy=strategy, loggers=CSVLogger(args.folder))
+    logger = CSVLogger(args.folder, flush_logs_every_n_steps=1)
+    fabric = Fabric(devices=args.devices, strategy=strategy, loggers=logger)
     fabric.launch()
     fabric.seed_everything(0)
     train_set, test_set = load_data()

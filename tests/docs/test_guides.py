@@ -1,7 +1,7 @@
 """The guides from other libraries: their diffs are those of the programs, and what is ported trains the same.
 
-``tests/ecosystem/test_guides.py`` runs the programs as they were before. The task files for SkyPilot and dstack start two
-nodes on this machine; ``make tasks`` holds them to the classes that read them there.
+``tests/ecosystem/test_guides.py`` runs the programs as they were before. The task files for SkyPilot and dstack start
+two nodes on this machine; ``make tasks`` holds them to the classes that read them there.
 """
 
 from __future__ import annotations

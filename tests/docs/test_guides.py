@@ -21,7 +21,7 @@ from lockstep.job.files import EXIT_SAVED
 from lockstep.launch.ports import free_port
 from tests import warm
 from tests.faults.machines import SOON
-from tests.launching import python_path, run
+from tests.launching import python_path, run, start
 
 ROOT = Path(__file__).parents[2]
 GUIDES = ROOT / "docs" / "guides"
@@ -50,7 +50,7 @@ def near(found: list[tuple[str, ...]], expected: list[tuple[str, ...]]) -> None:
 
 
 def test_there_are_guides() -> None:
-    assert LIBRARIES == ["accelerate", "fabric", "lightning"]
+    assert LIBRARIES == ["accelerate", "fabric", "horovod", "lightning"]
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -72,6 +72,30 @@ def test_what_is_ported_trains_the_same_on_one_rank_and_on_two_and_resumes(tmp_p
     whole, first, rest = found
     assert [number for number, *_ in whole] == ["0", "1"]
     near(first + rest, whole)  # stopped after an epoch, the run resumes with the next one
+
+
+def test_the_program_for_horovod_has_the_figures_of_the_ported_one_where_it_is_alone(tmp_path: Path) -> None:
+    """Horovod itself is not at hand: its last release does not compile beside this torch."""
+    programs, found = GUIDES / "programs", []
+    words = ["--in-order", "--epochs", "2", "--folder"]
+    paths = python_path(ROOT, Path(__file__).parent / "stand_ins")
+    for until in (["--until", "1"], []):  # stopped after an epoch, it resumes with the next one
+        command = [
+            "tests.ecosystem.alone",
+            str(programs / "horovod_before.py"),
+            *words,
+            str(tmp_path / "before"),
+            *until,
+        ]
+        with start(command, tmp_path, torch=True, cold=True, OMP_NUM_THREADS="1", PYTHONPATH=paths) as job:
+            done = job.finish()
+        assert done.code == 0, done
+        found.append(done.out.splitlines())
+    command = ["lockstep", "run", "-n", "1", str(programs / "horovod_after.py"), *words, str(tmp_path / "after")]
+    after = run(command, tmp_path, torch=True, OMP_NUM_THREADS="1")
+    assert after.code == 0, after
+    first, rest = found
+    assert [*first[:-1], *rest] == after.out.splitlines(), "the same bits in all weights"
 
 
 #: The file that a guide shows, and the variables that each node of its run sees.

@@ -50,7 +50,7 @@ def near(found: list[tuple[str, ...]], expected: list[tuple[str, ...]]) -> None:
 
 
 def test_there_are_guides() -> None:
-    assert LIBRARIES == ["accelerate", "fabric", "horovod", "lightning"]
+    assert LIBRARIES == ["accelerate", "composer", "fabric", "horovod", "lightning"]
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -16,6 +16,9 @@ LIBRARIES := accelerate datasets lightning mlflow-skinny peft tensorboard timm t
 # Ray brings half a gigabyte, so "make schedulers" has an environment of its own.
 SCHEDULERS := .venv-schedulers
 
+# SkyPilot and dstack want other versions than the tests, so "make tasks" has an environment for each.
+TASKS := .venv-tasks
+
 # The tests run in four processes, a file at a time in each: two take those that mostly wait and two all others
 # (tests/scheduling.py). A test that hangs ends them all. WORKERS=2: each takes every file; WORKERS=0: in one process.
 WORKERS ?= 4
@@ -30,7 +33,7 @@ QUICK := $(addprefix tests/ranks/test_,ddp_left_out.py run_signals.py ddp_wrappi
 COMPILER := tests/ranks/test_compiled.py tests/unit/test_torch.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick check format faults ecosystem schedulers bench newest oldest pythons wheel house docs clean
+.PHONY: help demo test quick check format faults ecosystem schedulers tasks bench newest oldest pythons wheel house docs clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 16
@@ -78,6 +81,10 @@ ecosystem: $(ECOSYSTEM)/.ready  ## other libraries on lockstep, each against one
 
 schedulers: $(SCHEDULERS)/.ready  ## Slurm, Ray and what pods of Kubernetes run, on this machine, as far as it has what they need
 	$(SCHEDULERS)/bin/python -m pytest -m "not ecosystem" tests/schedulers tests/unit/test_manifests.py
+
+tasks: $(TASKS)/skypilot/.ready $(TASKS)/dstack/.ready  ## the guides' task files, read by SkyPilot and by dstack
+	$(TASKS)/skypilot/bin/python scripts/check_tasks.py skypilot
+	$(TASKS)/dstack/bin/python scripts/check_tasks.py dstack
 
 bench: $(READY)  ## measure launch and step times against torch (some minutes; nothing else should run meanwhile)
 	$(BIN)/python -m benchmarks.launch
@@ -136,6 +143,11 @@ $(ECOSYSTEM)/.ready: pyproject.toml constraints.txt tests/ecosystem/constraints.
 	echo torch==$(TORCH) >> $(ECOSYSTEM)/constraints.txt
 	$(ECOSYSTEM)/bin/python -m pip install --quiet --constraint $(ECOSYSTEM)/constraints.txt torch  # first: all else takes it as it is
 	$(ECOSYSTEM)/bin/python -m pip install --quiet --constraint $(ECOSYSTEM)/constraints.txt --editable '.[demo]' $(LIBRARIES) pytest pytest-timeout
+	touch $@
+
+$(TASKS)/%/.ready: tests/ecosystem/constraints.txt
+	test -x $(TASKS)/$*/bin/python || $(PYTHON) -m venv $(TASKS)/$*
+	$(TASKS)/$*/bin/python -m pip install --quiet "$$(grep '^$*==' tests/ecosystem/constraints.txt)"
 	touch $@
 
 $(SCHEDULERS)/.ready: pyproject.toml constraints.txt

@@ -1,0 +1,1 @@
+"""In place of Horovod where it is not installed; see :mod:`horovod.torch`."""

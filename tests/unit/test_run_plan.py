@@ -28,6 +28,7 @@ from lockstep.tools.plan.chart import describe
 from lockstep.tools.plan.network import Link, Network
 from lockstep.tools.plan.plan import INSIDE, Plan, Recorded, Setting, Slowest, parse_counts, powers
 from lockstep.tools.plan.timetable import Timetable
+from tests.schemas import holds
 from tests.traces import Steps, steps_of
 
 _A, _RATE = 1e-3, 1e6
@@ -320,7 +321,7 @@ def test_the_command_prints_json(tmp_path: Path) -> None:
         str(_traced(tmp_path / "a-run")), "--ranks", "2,8", "--json", "--scaling", "weak", "--no-overlap"
     )
     assert code == 0, text
-    told = json.loads(text)
+    told = holds(text, "lockstep.runs.plan/1")
     assert [point["ranks"] for point in told["points"]] == [2, 8]
     assert told["setting"]["scaling"] == "weak"
     assert told["setting"]["overlaps"] is False

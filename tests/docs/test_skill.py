@@ -1,4 +1,4 @@
-"""The skill for coding agents: its front matter, and what its steps, which test_code_blocks.py runs, leave behind."""
+"""The skill for coding agents: its front matter, and its steps, run as test_code_blocks.py runs all others."""
 
 from __future__ import annotations
 

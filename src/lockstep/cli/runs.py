@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.cli.options import AS_JSON, Commands, LocalPath, takes_run
+from lockstep.cli.options import AS_JSON, Commands, LocalPath, price, takes_run
 from lockstep.cli.terminal import errors, homes, open_console, print_json, say
 from lockstep.text import as_clock, as_duration, as_size
 
@@ -328,6 +328,7 @@ def report(run: str | None, out: Path) -> None:
     default=None,
     help="Reduce gradients during backward, or only after it. [default: as recorded]",
 )
+@price("Price of one node per hour, such as 3.2/h: the plan says what a thousand steps would cost.")
 @AS_JSON
 def plan(
     run: str | None,
@@ -342,6 +343,7 @@ def plan(
     scaling: str,
     cores: int | None,
     overlap: bool | None,
+    price: float | None,
     as_json: bool,
 ) -> None:
     """Estimate from a recorded run how long a step would take on more ranks and hosts over a given network.
@@ -374,7 +376,7 @@ def plan(
             ranks_per_host=ranks_per_host or len(recorded.tables),
         )
         given = [name for name, text in (("latency", latency), ("bandwidth", bandwidth)) if text is None]
-        setting = planning.Setting(network, algorithm, scaling, cores, overlap, guessed=tuple(given))
+        setting = planning.Setting(network, algorithm, scaling, cores, overlap, guessed=tuple(given), price=price)
         found = planning.Plan(recorded, setting)
         points = [found.at(count) for count in counts or found.fitting(planning.powers(up_to or _UP_TO))]
     if as_json:

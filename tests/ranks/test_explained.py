@@ -42,7 +42,7 @@ def _explained(tmp_path: Path, act: str, *options: str, code: int = 0, **env: st
 
 
 def test_an_error_of_a_rank_is_recorded_with_its_step_and_code(tmp_path: Path) -> None:
-    told = _explained(tmp_path, "raise lockstep.CheckpointCorrupt('no such\\\\nbytes')", code=1)
+    told = _explained(tmp_path, "raise lockstep.CheckpointCorrupt('no such\\nbytes')", code=1)
     assert (told["end"]["code"], told["end"]["exit_code"]) == ("run-failed", 1)
     (failure,) = told["failures"]
     assert (failure["code"], failure["rank"], failure["step"], failure["exit_code"]) == ("rank-raised", 1, 5, 1)
@@ -59,19 +59,14 @@ def test_a_rank_that_is_killed_and_a_restart_are_recorded(tmp_path: Path) -> Non
     told = _explained(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", "--max-restarts", "1")
     assert told["end"]["code"] == "run-done"
     (failure,) = told["failures"]
-    assert (failure["code"], failure["signal"], failure["step"], failure["restarted"]) == (
-        "rank-killed",
-        "SIGKILL",
-        5,
-        True,
-    )
+    assert (failure["code"], failure["signal"], failure["step"]) == ("rank-killed", "SIGKILL", 5)
+    assert failure["restarted"] is True
     assert [start["steps"] for start in told["starts"]] == [5, 8]
     assert told["steps"] == 13
 
 
 def test_a_rank_that_was_late_and_that_it_is_over_are_recorded(tmp_path: Path) -> None:
-    act = "time.sleep(4)"
-    told = _explained(tmp_path, act, LOCKSTEP_TIMES="late=1,heartbeat=0.2,unmoved=0.2", LOCKSTEP_LATE="1")
+    told = _explained(tmp_path, "time.sleep(4)", LOCKSTEP_TIMES="late=1,heartbeat=0.2,unmoved=0.2")
     late, over = told["late"]
     assert (late["code"], late["ranks"], late["waiting"], late["over"]) == ("rank-late", [1], [0], False)
     assert (over["code"], over["over"]) == (None, True)

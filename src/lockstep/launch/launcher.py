@@ -280,6 +280,8 @@ class Launcher:
         """
         self._see_folder()
         said = self.attempt.hangs.ended(self.policy.states)
+        for text in said:
+            self.recorder.event("late", text, **self.attempt.hangs.facts())
         self._end_start()
         clock = self.recorder.clock
         summary = RunSummary.of(self._summaries, began=clock, lasted=time.monotonic() - clock)

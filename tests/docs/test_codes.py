@@ -62,7 +62,7 @@ def _ours(cls: type) -> bool:
 def test_every_error_class_is_on_the_page_with_its_code() -> None:
     _import_all_of("Error$|Mismatch$|Corrupt$")
     _import_all_of("CodedEnum")
-    classes = [LockstepError, *(each for each in _below(LockstepError) if _ours(each))]
+    classes: list[type[LockstepError]] = [LockstepError, *filter(_ours, _below(LockstepError))]
     assert [each.__name__ for each in classes if "code" not in vars(each)] == [], "without a code of their own"
     expected = {each.code: each.__name__ for each in classes}
     assert len(expected) == len(classes), "two classes have one code"

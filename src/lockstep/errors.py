@@ -123,8 +123,12 @@ def said(thing: object) -> str:
 
 
 def code_of(error: BaseException) -> str | None:
-    """Return the code of an error of lockstep's; None: it is another's."""
-    return type(error).code if isinstance(error, LockstepError) else None
+    """Return the code of an error of lockstep's; None: it is another's. A class of a user's that derives from one of
+    ours, whatever ``code`` is there, has the code of ours."""
+    if not isinstance(error, LockstepError):
+        return None
+    ours = next(each for each in type(error).__mro__ if each.__module__.partition(".")[0] == "lockstep")
+    return str(vars(ours)["code"])
 
 
 def named(error: BaseException) -> str:

@@ -200,7 +200,9 @@ def test_a_rank_that_is_late_now_is_to_be_looked_at(tmp_path: Path) -> None:
 def test_what_is_damaged_or_missing_is_said_to_be_unknown(tmp_path: Path) -> None:
     told = _told(write_record(tmp_path / "run"))  # no series
     assert (told["steps"], told["verdict"], told["useful"]) == (None, None, None)
-    assert told["unknown"][0].startswith("steps and times: [Errno 2] No such file")
+    assert told["unknown"][0].startswith("steps and times: UnknownRun: [Errno 2] No such file")
+    told = _told(_run(tmp_path / "odd", summary={"step": 0.1, "ranks": {}}, events=[{"kind": "late", "at": "x"}]))
+    assert (told["verdict"], told["unknown"][0]) == (None, "steps and times: KeyError: 'straggler'")
     folder = write_record(tmp_path / "none", exit_code=1)
     about = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**about, "starts": []}))

@@ -5,11 +5,13 @@ What the record does not tell is listed as well, so that nobody takes silence fo
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.errors import named
 from lockstep.launch.policy import FailureKind
 from lockstep.runs import reckoning
 from lockstep.runs.history import Run, UnknownRun
@@ -49,9 +51,12 @@ class Explanation:
         summary, troubles = None, []
         try:
             seconds, steps = run.seconds, run.steps
-            summary = reckoning.summary_of(run)
-        except (UnknownRun, KeyError, TypeError, ValueError) as error:
-            troubles.append(f"steps and times: {error}")
+            found = reckoning.summary_of(run)
+            if found is not None:
+                _verdict(found)  # of a damaged one nothing is told
+            summary = found
+        except (UnknownRun, AttributeError, KeyError, TypeError, ValueError) as error:
+            troubles.append(f"steps and times: {named(error)}")
         return cls(run, seconds, steps, summary, tuple(troubles))
 
     @property
@@ -64,12 +69,12 @@ class Explanation:
         """The reports on ranks that held up the others, and on their end, in order."""
         return [
             {
-                "at_seconds": event.get("at"),
+                "at_seconds": _seconds(event.get("at")),
                 "code": event.get("code"),
                 "over": event.get("over"),
                 "ranks": event.get("ranks"),
                 "waiting": event.get("waiting"),
-                "text": event.get("text"),
+                "text": str(event.get("text", "")),
             }
             for event in self.run.about["events"]
             if event.get("kind") == "late"
@@ -219,7 +224,7 @@ class Explanation:
     def _late_in_words(self) -> Iterator[str]:
         reports = [each for each in self.late if each["over"] is not True]
         for each in reports[:3]:
-            yield f"late at {as_clock(float(each['at_seconds'] or 0.0))}: {_first_line(each['text'])}"
+            yield f"late{_moment(each['at_seconds'])}: {_first_line(each['text'])}"
         if len(reports) > 3:
             yield f"(and {len(reports) - 3} more reports of late ranks)"
 
@@ -228,7 +233,7 @@ def _failure(event: dict[str, Any]) -> dict[str, Any]:
     """Return what an event tells of a failure; what it does not tell is None."""
     found = event.get("failure") or {}
     return {
-        "at_seconds": event.get("at"),
+        "at_seconds": _seconds(event.get("at")),
         "code": found.get("code"),
         "rank": found.get("rank"),
         "step": found.get("step"),
@@ -237,7 +242,7 @@ def _failure(event: dict[str, Any]) -> dict[str, Any]:
         "error": found.get("error"),
         "log": found.get("log"),
         "restarted": event.get("again"),
-        "text": event.get("text"),
+        "text": str(event.get("text", "")),
     }
 
 
@@ -254,8 +259,7 @@ def _failure_in_words(failure: dict[str, Any]) -> list[str]:
     where = "" if failure["step"] is None else f" after step {failure['step']:,}"
     how = failure["signal"] or (_error_in_words(failure) if failure["error"] else f"exit code {failure['exit_code']}")
     then = "; all ranks started again" if failure["restarted"] else ""
-    at = as_clock(float(failure["at_seconds"] or 0.0))
-    return [f"failed at {at}: rank {failure['rank']}{where}: {how}{then}"]
+    return [f"failed{_moment(failure['at_seconds'])}: rank {failure['rank']}{where}: {how}{then}"]
 
 
 def _verdict(summary: dict[str, Any]) -> dict[str, Any]:
@@ -293,6 +297,14 @@ def _verdict(summary: dict[str, Any]) -> dict[str, Any]:
         ],
         "remarks": summary["remarks"],
     }
+
+
+def _seconds(value: Any) -> float | None:
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _moment(seconds: float | None) -> str:
+    return "" if seconds is None else f" at {as_clock(seconds)}"
 
 
 def _first_line(text: Any) -> str:

@@ -32,6 +32,8 @@ _NO_PATH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/|[A-Za-z]:\\")
 class NoLocalPath(LockstepError, ValueError):
     """A URL or a Windows path was given where a local path is needed."""
 
+    code = "no-local-path"
+
 
 def local_path(given: str | os.PathLike[str], what: str) -> Path:
     """Return a path that a user gave; all such paths are checked here.

@@ -21,45 +21,68 @@ Wrong arguments are ``ValueError`` or ``TypeError``, as everywhere in Python.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class LockstepError(RuntimeError):
     """The base class of all errors that lockstep itself reports."""
+
+    #: The name of this kind of error for programs; see docs/codes.md. Every class has one of its own.
+    code: ClassVar[str] = "lockstep-error"
 
 
 class EnvironmentMismatch(LockstepError):
     """The environment variables do not describe a world."""
 
+    code = "environment-mismatch"
+
 
 class RendezvousError(LockstepError):
     """The ranks could not meet."""
+
+    code = "rendezvous-error"
 
 
 class CollectiveTimeout(LockstepError, TimeoutError):
     """A rank did not arrive at a collective in time."""
 
+    code = "collective-timeout"
+
 
 class CollectiveMismatch(LockstepError):
     """The ranks are in different collectives, or in one with different arguments."""
+
+    code = "collective-mismatch"
 
 
 class PeerLost(LockstepError, ConnectionError):
     """A rank is gone while others wait for it."""
 
+    code = "peer-lost"
+
 
 class ReplicaMismatch(LockstepError):
     """The replicas differ: in a parameter's name, shape or dtype, or in what they hold while they train."""
+
+    code = "replica-mismatch"
 
 
 class NonFiniteGradient(LockstepError):
     """A rank holds an infinite or NaN gradient before averaging."""
 
+    code = "non-finite-gradient"
+
 
 class LaunchError(LockstepError):
     """A job could not be started."""
 
+    code = "launch-error"
+
 
 class RankFailed(LaunchError):
     """A rank of a job ended with an error."""
+
+    code = "rank-failed"
 
     def __init__(self, message: str, *, rank: int, exit_code: int, traceback: str | None = None) -> None:
         super().__init__(message)
@@ -74,13 +97,19 @@ class RankFailed(LaunchError):
 class CheckpointError(LockstepError):
     """A checkpoint can't be written or used."""
 
+    code = "checkpoint-error"
+
 
 class CheckpointCorrupt(CheckpointError):
     """A digest, a size or the manifest of a checkpoint does not match."""
 
+    code = "checkpoint-corrupt"
+
 
 class CheckpointMismatch(CheckpointError):
     """A checkpoint is of another model, optimizer or world."""
+
+    code = "checkpoint-mismatch"
 
 
 def said(thing: object) -> str:
@@ -92,6 +121,15 @@ def said(thing: object) -> str:
         return str(thing)
     except BaseException:  # noqa: BLE001  (see above)
         return f"<{type(thing).__name__} str() failed>"
+
+
+def code_of(error: BaseException) -> str | None:
+    """Return the code of an error of lockstep's; None: it is another's. A class of a user's that derives from one of
+    ours, whatever ``code`` is there, has the code of ours."""
+    if not isinstance(error, LockstepError):
+        return None
+    ours = next(each for each in type(error).__mro__ if each.__module__.partition(".")[0] == "lockstep")
+    return str(vars(ours)["code"])
 
 
 def named(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -26,6 +25,7 @@ from tests.launching import (
     wait_for,
 )
 from tests.namespaces import skip_unless
+from tests.schemas import holds
 from tests.sshd import Sshd, sshd
 
 pytestmark = pytest.mark.timeout(480)
@@ -58,7 +58,7 @@ def _quick(folder: Path, *options: str, before: str = "", **env: str) -> dict[st
 
 def _read(done: Finished) -> dict[str, Any]:
     assert done.err == "", done
-    report: dict[str, Any] = json.loads(done.out)
+    report: dict[str, Any] = holds(done.out, "lockstep.doctor/1")
     assert done.code == int("wrong" in report["verdict"]), done
     return report
 
@@ -419,5 +419,12 @@ def test_env_has_what_a_report_needs_and_no_secret(tmp_path: Path) -> None:
         assert re.search(rf"^{name} +\S", done.out, re.MULTILINE), name
     assert "\n  NCCL_DEBUG=INFO\n" in done.out
     assert "\n  LOCKSTEP_KEY=(set; not shown)\n" in done.out
+    with _start(tmp_path, "doctor", "--env", "--json", NCCL_DEBUG="INFO", **secrets) as job:
+        as_json = job.finish(LIMIT)
+    told = holds(as_json.out, "lockstep.doctor.env/1")
+    assert (told["variables"]["NCCL_DEBUG"], told["variables"]["LOCKSTEP_KEY"]) == ("INFO", "(set; not shown)")
+    assert "gloo" in told["torch"]["backends"]
+    assert "hostname" not in told["facts"]
     for secret in (key, "open-sesame", "pa55", "hf_abcdefgh"):
         assert secret not in done.out
+        assert secret not in as_json.out

@@ -34,6 +34,8 @@ def _stop(tmp_path: Path, whom: str, signum: int, says: str) -> None:
     steps = [line["step"] for line in jobs.lines(tmp_path, 0) if "step" in line]
     words = f"lockstep: stopped by {says}; saved at step {steps[-1]} in {tmp_path}/run/step-{steps[-1]:08d}"
     assert words in stopped.err.splitlines()
+    about = json.loads((tmp_path / "logs" / "run.json").read_text())
+    assert about["end"] == {"code": "run-saved", "text": words.removeprefix("lockstep: ")}
     assert "Traceback" not in stopped.err
     assert "KeyboardInterrupt" not in (tmp_path / "logs" / "rank1.log").read_text()
 

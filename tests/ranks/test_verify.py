@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from tests.launching import Finished, gone_within, killed_afterwards, run, start, wait_for
+from tests.schemas import holds
 
 _SCRIPTS = Path(__file__).with_name("verified")
 
@@ -60,7 +60,7 @@ def _verify(folder: Path, script: str | Path, *options: str, **env: str) -> tupl
     command = ["lockstep", "verify", "--steps", "8", "--json", str(folder / "found.json"), *options, str(script)]
     done = run(command, folder, torch=True, **env)
     report = folder / "found.json"
-    return done, json.loads(report.read_text()) if report.exists() else {}
+    return done, holds(report.read_text(), "lockstep.verify/1") if report.exists() else {}
 
 
 def _reason(found: dict[str, Any]) -> str:

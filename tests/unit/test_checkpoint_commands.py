@@ -23,6 +23,7 @@ from lockstep.checkpoint.plan import text
 from lockstep.checkpoint.state import Moment
 from lockstep.cli import main
 from tests.checkpoints import State, save
+from tests.schemas import holds
 
 
 def _model(step: int) -> dict[str, torch.Tensor]:
@@ -107,6 +108,37 @@ def test_verify_reads_every_byte_and_names_the_tensor(run: Path) -> None:
     assert "model.safetensors: No such file" in lines[5]
     assert _run("verify", run, "--step", 3).exit_code == 0
     assert _run("verify", run / "step-00000002").exit_code == 1
+
+
+def test_programs_get_the_same_as_json(run: Path) -> None:
+    (run / "step-00000001" / MANIFEST).write_text("{")
+    (run / f"step-00000009.tmp-{'a' * 16}").mkdir()
+    _flip(run / "step-00000002" / "optimizer.safetensors")
+    told = holds(_run("ls", run, "--json").stdout, "lockstep.checkpoint.ls/1")
+    assert [each["step"] for each in told["checkpoints"]] == [3, 2, 1, 0]
+    assert [each["metric"] for each in told["checkpoints"]] == [None, 0.125, None, 0.5]
+    assert [each["damage"] is None for each in told["checkpoints"]] == [True, True, False, True]
+    assert told["unfinished"] == [f"step-00000009.tmp-{'a' * 16}"]
+    assert told["owner"] is None
+    told = holds(_run("show", run, "--json").stdout, "lockstep.checkpoint.show/1")
+    assert (told["step"], told["epoch"], told["in_epoch"], told["ranks"]) == (3, 1, True, 1)
+    assert {"name": "body.weight", "dtype": "float32", "shape": [2, 3], "bytes": 24} in told["tensors"]
+    failed = _run("show", run, "--step", 1, "--json")
+    assert holds(failed.stdout, "lockstep.error/1")["code"] == "checkpoint-corrupt"
+    done = _run("verify", run, "--json")
+    told = holds(done.stdout, "lockstep.checkpoint.verify/1")
+    assert (done.exit_code, told["damaged"]) == (1, 2)
+    assert [each["complete"] for each in told["checkpoints"]] == [True, False, False, True]
+    assert "tensor optimizer.state.0.momentum" in told["checkpoints"][1]["damage"][0]
+
+
+def test_programs_are_told_what_a_pruning_removes(run: Path) -> None:
+    arguments = ("prune", run, "--last", 1, "--every", 3, "--best", 1, "--json")
+    told = holds(_run(*arguments, "--dry-run").stdout, "lockstep.checkpoint.prune/1")
+    assert (told["removed"], told["dry_run"], _left(run)) == (["step-00000001"], True, [0, 1, 2, 3])
+    told = holds(_run(*arguments).stdout, "lockstep.checkpoint.prune/1")
+    assert (told["removed"], told["dry_run"], _left(run)) == (["step-00000001"], False, [0, 2, 3])
+    assert told["kept"] == ["step-00000003", "step-00000002", "step-00000000"]
 
 
 def _left(root: Path) -> list[int]:

@@ -32,7 +32,17 @@ OPTIONS = [
 def test_there_are_six_commands_three_of_them_groups() -> None:
     assert list(COMMANDS)[1:] == [
         "run",
-        *("runs", "runs ls", "runs top", "runs stack", "runs compare", "runs report", "runs plan", "runs trace"),
+        *(
+            "runs",
+            "runs ls",
+            "runs explain",
+            "runs top",
+            "runs stack",
+            "runs compare",
+            "runs report",
+            "runs plan",
+            "runs trace",
+        ),
         "checkpoint",
         *(f"checkpoint {name}" for name in ("ls", "show", "verify", "prune", "export")),
         "verify",
@@ -64,7 +74,7 @@ def test_options_may_be_written_as_torchrun_has_them(words: list[str]) -> None:
     assert "'-n' / '--nproc-per-node': 0 is not in the range x>=1" in done.stderr
 
 
-@pytest.mark.parametrize("words", [["a"], ["--quick"], ["--json"], ["-n", "2"]])
+@pytest.mark.parametrize("words", [["a"], ["--quick"], ["-n", "2"]])
 def test_the_environment_is_that_of_this_host_alone(words: list[str]) -> None:
     done = CliRunner().invoke(main, ["doctor", "--env", *words])
     assert (done.exit_code, done.stdout) == (2, "")

@@ -27,7 +27,7 @@ from lockstep.tools.doctor.between import (
 )
 from lockstep.tools.doctor.checks import CheckTask
 from lockstep.tools.doctor.disk import check_folder
-from lockstep.tools.doctor.findings import Finding, Level, verdict
+from lockstep.tools.doctor.findings import Finding, Level, Problem, verdict
 from lockstep.tools.doctor.hosted import CHECKS
 from lockstep.tools.doctor.visit import _advice
 
@@ -50,13 +50,20 @@ def levels(found: Iterable[Finding]) -> set[Level]:
 
 
 def test_a_finding_goes_over_a_connection() -> None:
-    finding = findings.warning("cores", "4 ranks for 2", "start 2")
+    finding = findings.warning(Problem.MORE_RANKS_THAN_CORES, "cores", "4 ranks for 2", "start 2")
     assert Finding.from_json(finding.to_json()) == finding
-    assert finding.to_json() == {"level": "warning", "about": "cores", "what": "4 ranks for 2", "advice": "start 2"}
+    assert finding.to_json() == {
+        "level": "warning",
+        "code": "more-ranks-than-cores",
+        "about": "cores",
+        "what": "4 ranks for 2",
+        "advice": "start 2",
+    }
 
 
 def test_a_verdict_counts() -> None:
-    fine, odd, bad = findings.ok("a", "b"), findings.warning("a", "b", "c"), findings.wrong("a", "b", "c")
+    fine = findings.ok("a", "b")
+    odd, bad = (make(Problem.JOB_FAILED, "a", "b", "c") for make in (findings.warning, findings.wrong))
     assert verdict([fine]) == "all is well"
     assert verdict([fine, odd]) == "1 warning"
     assert verdict([bad, odd, odd]) == "1 thing is wrong, 2 warnings"
@@ -83,7 +90,10 @@ def test_limits_that_are_too_low(limit: Any) -> None:
     limit(resource.RLIMIT_NOFILE, (40, 5000))
     found = [each for each in checks.check_limits(HERE) if each.about == "open files"]
     assert one(found, Level.WRONG) == findings.wrong(
-        "open files", "ulimit -n is 40, and 2 ranks need about 46 to start", "ulimit -n 5000"
+        Problem.OPEN_FILES_TOO_FEW,
+        "open files",
+        "ulimit -n is 40, and 2 ranks need about 46 to start",
+        "ulimit -n 5000",
     )
     limit(resource.RLIMIT_NOFILE, (256, 512))
     found = [each for each in checks.check_limits(HERE) if each.about == "open files"]
@@ -335,6 +345,7 @@ def test_more_ranks_than_gpus() -> None:
 def test_a_backend_that_this_torch_lacks() -> None:
     found = trials.judge_torch(_CUDA, gpus=2, visible=2, ranks=2, env={"LOCKSTEP_BACKEND": "cpu:gloo,cuda:ncll"})
     assert one(found, Level.WRONG) == findings.wrong(
+        Problem.BACKEND_UNKNOWN,
         "variables",
         "LOCKSTEP_BACKEND=cpu:gloo,cuda:ncll: this torch has no backend 'ncll'",
         "say one of gloo, nccl, shm, or unset it",

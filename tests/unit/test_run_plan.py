@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import math
+import re
 import statistics
 import time
 from dataclasses import replace
@@ -28,6 +29,7 @@ from lockstep.tools.plan.chart import describe
 from lockstep.tools.plan.network import Link, Network
 from lockstep.tools.plan.plan import INSIDE, Plan, Recorded, Setting, Slowest, parse_counts, powers
 from lockstep.tools.plan.timetable import Timetable
+from tests.schemas import holds
 from tests.traces import Steps, steps_of
 
 _A, _RATE = 1e-3, 1e6
@@ -320,11 +322,25 @@ def test_the_command_prints_json(tmp_path: Path) -> None:
         str(_traced(tmp_path / "a-run")), "--ranks", "2,8", "--json", "--scaling", "weak", "--no-overlap"
     )
     assert code == 0, text
-    told = json.loads(text)
+    told = holds(text, "lockstep.runs.plan/1")
     assert [point["ranks"] for point in told["points"]] == [2, 8]
     assert told["setting"]["scaling"] == "weak"
     assert told["setting"]["overlaps"] is False
     assert told["recorded"]["buckets"] == [1000, 3000, 2000]
+
+
+def test_a_price_says_what_a_thousand_steps_would_cost(tmp_path: Path) -> None:
+    folder = str(_traced(tmp_path / "a-run"))
+    words = [folder, "--ranks", "2,8", "--ranks-per-host", "4", "--price", "3.6/h"]
+    code, text = _call(*words, "--json")
+    assert code == 0, text
+    for point, hosts in zip(holds(text, "lockstep.runs.plan/1")["points"], (1, 2), strict=True):
+        assert point["cost_of_1000_steps"] == pytest.approx(hosts * point["step"])  # 3.6 an hour, a thousand steps
+    code, table = _call(*words)
+    assert re.search(r"1,000 steps cost\n +2 .* 0\.076\n +8 .* 0\.061\n", table), table
+    assert "steps cost" not in _call(folder, "--ranks", "2,8")[1]
+    (free,) = holds(_call(folder, "--ranks", "2", "--json")[1], "lockstep.runs.plan/1")["points"]
+    assert free["cost_of_1000_steps"] is None
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from lockstep.cli import main
 from lockstep.launch.spec import Program
-from lockstep.tools.verify import compare
+from lockstep.tools.verify import compare, runs
 from lockstep.tools.verify.compare import FindingKind, Nudged, Stage, judge, measure
 from lockstep.tools.verify.reasons import Cause, explain, whole_batch_each
 from lockstep.tools.verify.records import Array, ForwardRecord, Loss, NotesWriter, Observation, OptimizerNote, StepNote
-from lockstep.tools.verify.report import as_json, describe
+from lockstep.tools.verify.report import describe
 from lockstep.tools.verify.runs import Contrast, Result, VerifyOptions
+from tests.schemas import holds
 
 _EPS = 2.0**-23
 _SHAPES = [[40], [8]]
@@ -386,7 +389,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     assert Observation.read(tmp_path / "one", 2).steps == 0
 
 
-def test_the_report_says_verdict_parameter_size_and_reason(tmp_path: Path) -> None:
+def test_the_report_says_verdict_parameter_size_and_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def change(_step: int, _rank: int, note: StepNote, numbers: dict[str, Array]) -> StepNote:
         _scaled(numbers, 2.0)
         return note
@@ -400,8 +403,13 @@ def test_the_report_says_verdict_parameter_size_and_reason(tmp_path: Path) -> No
     assert "2 times those of one rank" in text
     assert "\n  next:   " in text
     assert max(map(len, text.splitlines())) <= 120
-    found = as_json(result)
-    assert found["verdict"] == "different"
+    monkeypatch.setattr(runs, "verify", lambda *_: result)
+    done = CliRunner().invoke(main, ["verify", "--json", "-", "train.py"])
+    assert done.exit_code == 1
+    found = holds(done.stdout, "lockstep.verify/1")
+    assert (found["verdict"], found["code"]) == ("different", "different")
+    assert found["contrasts"][0]["stage_code"] == "differs-in-gradient"
+    assert found["contrasts"][0]["reasons"][0]["code"] == "gradients-scaled"
     assert found["contrasts"][0]["parameter"] in ("weight", "bias")
     assert found["contrasts"][0]["reasons"][0]["cause"] == Cause.SCALE.value
 

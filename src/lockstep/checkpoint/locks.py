@@ -79,6 +79,8 @@ _COMMAND_LENGTH = 300
 class CheckpointGone(CheckpointError):
     """A checkpoint was removed between being listed and being opened."""
 
+    code = "checkpoint-gone"
+
 
 def _is_named(fd: int, path: Path) -> bool:
     """Return whether a path still leads to the file that is held."""

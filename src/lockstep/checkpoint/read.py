@@ -71,6 +71,8 @@ class Search(Generic[Result]):
 class NotFinite(CheckpointError):
     """A checkpoint was passed over because it is not finite; see Note [Finite] in ``finite.py``."""
 
+    code = "checkpoint-not-finite"
+
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         super().__init__(words_on_not_finite(folder, manifest))
         self.manifest = manifest

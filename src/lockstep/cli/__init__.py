@@ -39,6 +39,7 @@ _SETTINGS = {
     cls=_Interruptible,
     commands=[run, runs, checkpoint, verify, doctor, submit],
     context_settings=_SETTINGS,
+    epilog='Completion in bash: eval "$(_LOCKSTEP_COMPLETE=bash_source lockstep)" (also zsh_source, fish_source).',
 )
 @click.version_option(__version__, prog_name="lockstep")
 @click.pass_context

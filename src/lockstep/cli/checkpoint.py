@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from lockstep.cli.options import Commands, LocalPath
-from lockstep.cli.terminal import errors, open_console
+from lockstep.cli.options import AS_JSON, Commands, LocalPath
+from lockstep.cli.terminal import errors, open_console, print_json
 from lockstep.text import as_size, counted
 
 if TYPE_CHECKING:
@@ -31,18 +31,28 @@ def checkpoint() -> None:
 
 @checkpoint.command(short_help="List checkpoints, newest first.")
 @_FOLDER
-def ls(folder: Path) -> None:
+@AS_JSON
+def ls(folder: Path, as_json: bool) -> None:
     """List the checkpoints of a run, newest first, without reading the tensors."""
     with errors():
-        from rich.table import Table
-
         from lockstep.checkpoint import inspect
         from lockstep.checkpoint.locks import owner_of
+
+        found = [inspect.glance(each) for each in inspect.find(folder)]
+        if as_json:
+            told = {
+                "folder": folder,
+                "checkpoints": [_about(summary) for summary in found],
+                "unfinished": [path.name for path in inspect.leftovers(folder)],
+                "owner": None if (owner := owner_of(folder)) is None else str(owner),
+            }
+            print_json("checkpoint.ls", told)
+            return
+        from rich.table import Table
 
         table = Table("step", "epoch", "metric", "ranks", "size", "saved", "folder", box=None, pad_edge=False)
         for column in table.columns[:5]:
             column.justify = "right"
-        found = [inspect.glance(each) for each in inspect.find(folder)]
         for summary in found:
             table.add_row(*_row(summary))
         console = open_console(soft_wrap=True)
@@ -57,6 +67,26 @@ def ls(folder: Path) -> None:
         owner = owner_of(folder)
         if owner is not None:
             console.print(f"the folder belongs to {owner}", markup=False)
+
+
+def _about(summary: CheckpointSummary) -> dict[str, Any]:
+    """Return what is known of a checkpoint without reading its tensors, in JSON's types."""
+    from lockstep.checkpoint import folders
+
+    manifest = summary.manifest
+    return {
+        "name": summary.folder.name,
+        "folder": summary.folder,
+        "step": folders.step_of(summary.folder),
+        "epoch": None if manifest is None else manifest.epoch,
+        "in_epoch": None if manifest is None else manifest.in_epoch,
+        "metric": None if manifest is None else manifest.metric,
+        "ranks": None if manifest is None else manifest.world_size,
+        "bytes": None if manifest is None else summary.size,
+        "saved": None if manifest is None else manifest.written,
+        "damage": summary.damage,
+        "not_finite": summary.not_finite or None,
+    }
 
 
 def _row(summary: CheckpointSummary) -> list[str]:
@@ -74,18 +104,37 @@ def _row(summary: CheckpointSummary) -> list[str]:
 @checkpoint.command(short_help="Show the contents of a checkpoint.")
 @_FOLDER
 @_STEP
-def show(folder: Path, step: int | None) -> None:
+@AS_JSON
+def show(folder: Path, step: int | None, as_json: bool) -> None:
     """Show the contents of a checkpoint: the position in training, its files, the tensors of the model."""
     with errors():
-        from rich.table import Table
-
         from lockstep.checkpoint import inspect
         from lockstep.checkpoint.read import read_header
 
         summary = inspect.glance(inspect.find(folder, step=step)[0])
         if summary.manifest is None:
             raise _damage(summary.damage or "")
-        manifest, console = summary.manifest, open_console(soft_wrap=True)
+        manifest, header = summary.manifest, read_header(summary.folder)
+        if as_json:
+            told = {
+                **_about(summary),
+                "versions": manifest.versions,
+                "files": [{"name": name, "bytes": entry.size} for name, entry in sorted(manifest.files.items())],
+                "tensors": [
+                    {
+                        "name": tensor.name,
+                        "dtype": str(tensor.dtype).removeprefix("torch."),
+                        "shape": tensor.shape,
+                        "bytes": tensor.stop - tensor.start,
+                    }
+                    for tensor in header
+                ],
+            }
+            print_json("checkpoint.show", told)
+            return
+        from rich.table import Table
+
+        console = open_console(soft_wrap=True)
         table = Table(box=None, pad_edge=False, show_header=False)
         epoch = f"{manifest.epoch}, some of it done" if manifest.in_epoch else f"{manifest.epoch}"
         table.add_row("folder", str(summary.folder))
@@ -107,7 +156,7 @@ def show(folder: Path, step: int | None) -> None:
         console.print()
         tensors = Table("tensor of the model", "dtype", "shape", "size", box=None, pad_edge=False)
         tensors.columns[3].justify = "right"
-        for tensor in read_header(summary.folder):
+        for tensor in header:
             shape = " × ".join(map(str, tensor.shape)) or "a number"
             dtype = str(tensor.dtype).removeprefix("torch.")
             tensors.add_row(tensor.name, dtype, shape, as_size(tensor.stop - tensor.start))
@@ -117,7 +166,8 @@ def show(folder: Path, step: int | None) -> None:
 @checkpoint.command(short_help="Find damaged checkpoints.")
 @_FOLDER
 @click.option("--step", type=click.IntRange(min=0), metavar="N", help="Verify only the checkpoint of step N.")
-def verify(folder: Path, step: int | None) -> None:
+@AS_JSON
+def verify(folder: Path, step: int | None, as_json: bool) -> None:
     """Read the checkpoints of a run completely and compare them with their digests.
 
     The exit code is 1 if a checkpoint is damaged. NaN and infinite values are reported, but are no damage.
@@ -126,16 +176,21 @@ def verify(folder: Path, step: int | None) -> None:
         from lockstep.checkpoint import inspect
         from lockstep.checkpoint.read import find_damage
 
-        console, damaged = open_console(soft_wrap=True), 0
+        console, damaged, told = open_console(soft_wrap=True), 0, []
         for each in inspect.find(folder, step=step):
             wrong = find_damage(each)
             damaged += bool(wrong)
+            if as_json:
+                told.append({**_about(inspect.glance(each)), "complete": not wrong, "damage": wrong})
+                continue
             console.print(f"{each.name}: {'damaged' if wrong else 'complete'}", markup=False)
             not_finite = inspect.glance(each).not_finite
             if not_finite:
                 console.print(f"  not finite: {not_finite}", markup=False)
             for line in wrong:
                 console.print(f"  {line}", markup=False)
+        if as_json:
+            print_json("checkpoint.verify", {"folder": folder, "checkpoints": told, "damaged": damaged})
     sys.exit(1 if damaged else 0)
 
 
@@ -161,7 +216,10 @@ def verify(folder: Path, step: int | None) -> None:
     help="Whether the lowest or the highest metric is best.",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be removed, but remove nothing.")
-def prune(folder: Path, last: int, every: int | None, best: int, mode: Literal["min", "max"], dry_run: bool) -> None:
+@AS_JSON
+def prune(
+    folder: Path, last: int, every: int | None, best: int, mode: Literal["min", "max"], dry_run: bool, as_json: bool
+) -> None:
     """Remove all checkpoints of a run except those that an option keeps.
 
     The newest complete checkpoint with finite values is always kept, and so are newer ones and those that a process is
@@ -174,14 +232,27 @@ def prune(folder: Path, last: int, every: int | None, best: int, mode: Literal["
         console = open_console(soft_wrap=True)
         plan = inspect.plan_pruning(folder, Retention(last, every, best, mode))
         root = plan.newest.parent
-        for line in plan.damaged:
+        for line in () if as_json else plan.damaged:
             console.print(f"damaged, kept: {line}", markup=False)
-        for line in plan.not_finite:
+        for line in () if as_json else plan.not_finite:
             console.print(f"not finite, kept: {line}", markup=False)
         if dry_run:
             done = Pruned(tuple(root / entry.name for entry in plan.superfluous))
         else:
             done = remove(root, plan.superfluous)
+        if as_json:
+            told = {
+                "folder": root,
+                "dry_run": dry_run,
+                "removed": [path.name for path in done.removed],
+                "being_read": [path.name for path in done.being_read],
+                "failed": [{"name": path.name, "why": str(why)} for path, why in done.failed],
+                "kept": [entry.name for entry in plan.kept],
+                "damaged": plan.damaged,
+                "not_finite": plan.not_finite,
+            }
+            print_json("checkpoint.prune", told)
+            sys.exit(1 if done.failed else 0)
         for path in done.removed:
             console.print(f"{'would remove' if dry_run else 'removed'} {path.name}", markup=False)
         for path in done.being_read:

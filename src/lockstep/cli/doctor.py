@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import textwrap
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.cli.options import AS_JSON, LocalPath, local_ranks
-from lockstep.cli.terminal import errors, say
+from lockstep.cli.terminal import errors, print_json, say
 from lockstep.text import NEXT, counted
 
 if TYPE_CHECKING:
@@ -55,12 +54,18 @@ def doctor(
         serve()
     with errors(ValueError):
         if env:
-            if hosts or as_json or quick or ranks is not None:
-                raise ValueError("--env prints what there is on this host, as text: leave out other options and HOST")
-            click.echo(_environment())
+            if hosts or quick or ranks is not None:
+                raise ValueError("--env prints what there is on this host: leave out other options and HOST")
+            if as_json:
+                print_json("doctor.env", _environment_as_json())
+            else:
+                click.echo(_environment())
             return
         report = _look(ranks, folder, quick, hosts)
-    click.echo(json.dumps(_as_json(report), indent=2) if as_json else _as_text(report))
+    if as_json:
+        print_json("doctor", _as_json(report))
+    else:
+        click.echo(_as_text(report))
     sys.exit(1 if any(finding.level.value == "wrong" for finding in report.findings) else 0)
 
 
@@ -68,6 +73,12 @@ def _environment() -> str:
     from lockstep.tools.doctor.environment import describe
 
     return describe()
+
+
+def _environment_as_json() -> dict[str, Any]:
+    from lockstep.tools.doctor.environment import as_json
+
+    return as_json()
 
 
 def _look(ranks: str | None, folder: Path, quick: bool, hosts: tuple[str, ...]) -> Report:

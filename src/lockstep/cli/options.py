@@ -5,9 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -20,6 +23,25 @@ _RUN = (
 )
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 _MODULE = click.option("-m", "is_module", is_flag=True, help="Run PROGRAM as a module, like python -m.")
+
+
+def _files(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete names of files; the shell knows them."""
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(incomplete, type="file")]
+
+
+def _runs(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete names of recorded runs, the newest first, and of folders."""
+    from click.shell_completion import CompletionItem
+
+    from lockstep.cli.terminal import homes
+    from lockstep.runs import history
+
+    found = [run.name for run in history.runs(homes()) if run.name.startswith(incomplete)]
+    # Folders first: where they come, click's function for bash drops what was there before.
+    return [CompletionItem(incomplete, type="dir"), *map(CompletionItem, found)]
 
 
 class Commands(click.Group):
@@ -50,13 +72,13 @@ class LocalPath(click.Path):
 def takes_run(command: _Command) -> _Command:
     """Add the argument RUN, and to the command's help what it is."""
     command.__doc__ = f"{inspect.cleandoc(command.__doc__ or '')}\n\n{_RUN}"
-    return click.argument("run", required=False)(command)
+    return click.argument("run", required=False, shell_complete=_runs)(command)
 
 
 def takes_program(command: _Command) -> _Command:
     """Add PROGRAM with its arguments, and -m."""
-    rest = click.argument("args", nargs=-1, type=click.UNPROCESSED)
-    return _MODULE(click.argument("program")(rest(command)))
+    rest = click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=_files)
+    return _MODULE(click.argument("program", shell_complete=_files)(rest(command)))
 
 
 def local_ranks(help: str) -> Callable[[_Command], _Command]:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.cli.options import AS_JSON, Commands, LocalPath, takes_run
-from lockstep.cli.terminal import errors, homes, open_console, say
+from lockstep.cli.options import AS_JSON, Commands, LocalPath, price, takes_run
+from lockstep.cli.terminal import errors, homes, open_console, print_json, say
 from lockstep.text import as_clock, as_duration, as_size
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from lockstep.runs.history import Run
-    from lockstep.runs.live import Row
+    from lockstep.runs.live import Live, Row
 
 #: Ranks that are planned for where none are named.
 _UP_TO = 512
@@ -36,40 +36,89 @@ def runs(ctx: click.Context) -> None:
 
 @runs.command(short_help="List runs, newest first.")
 @click.option("-n", "count", default=20, show_default=True, metavar="N", help="Maximum number of runs to list.")
+@AS_JSON
 @click.argument("folders", nargs=-1, type=LocalPath())
-def ls(count: int, folders: tuple[Path, ...]) -> None:
+def ls(count: int, as_json: bool, folders: tuple[Path, ...]) -> None:
     """List your runs on this machine that took at least one step, newest first.
 
     FOLDERS are searched instead of the default folder for logs, for example for runs started with --log-dir.
     """
-    from rich.table import Table
+    from lockstep.runs import history
 
-    from lockstep.runs import history, reckoning
+    with errors():
+        found = history.runs(folders or homes())[:count]
+        told = [_about(run, number) for number, run in enumerate(found, start=1)]
+    if as_json:
+        print_json("runs.ls", {"runs": told})
+        return
+    from rich.table import Table
 
     table = Table("", "began", "took", "ended", "ranks", "steps", "step", "program", "name", box=None, pad_edge=False)
     for place in (0, 2, 4, 5, 6):
         table.columns[place].justify = "right"
-    with errors():
-        for number, run in enumerate(history.runs(folders or homes())[:count], start=1):
-            began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))
-            try:
-                took, steps = as_clock(run.seconds), f"{run.steps:,}"
-                told = reckoning.summary_of(run)
-            except (history.UnknownRun, KeyError, TypeError, ValueError) as error:  # the others are listed nevertheless
-                say(f"{run.name}: its steps are not known: {error}")
-                took, steps, told = "-", "-", None
-            step = as_duration(told["step"]) if told is not None and told["step"] else "-"
-            ranks = str(run.world_size)
-            table.add_row(str(number), began, took, run.ending, ranks, steps, step, run.program, run.name)
-            for line in run.remarks:
-                table.add_row(*[""] * 7, line, "")
+    for run, about in zip(found, told, strict=True):
+        began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.began))
+        took = "-" if about["seconds"] is None else as_clock(about["seconds"])
+        steps = "-" if about["steps"] is None else f"{about['steps']:,}"
+        step = as_duration(about["step_seconds"]) if about["step_seconds"] else "-"
+        ranks = str(run.world_size)
+        table.add_row(str(about["number"]), began, took, run.ending, ranks, steps, step, run.program, run.name)
+        for line in run.remarks:
+            table.add_row(*[""] * 7, line, "")
     open_console(markup=False).print(table)
+
+
+def _about(run: Run, number: int) -> dict[str, Any]:
+    """Return what the list of runs says of one, in JSON's types; what its files do not tell is None, which is said."""
+    from lockstep.runs import history, reckoning
+
+    seconds: float | None
+    steps: int | None
+    try:
+        seconds, steps, summary = run.seconds, run.steps, reckoning.summary_of(run)
+    except (history.UnknownRun, KeyError, TypeError, ValueError) as error:  # the others are listed nevertheless
+        say(f"{run.name}: its steps are not known: {error}")
+        seconds = steps = summary = None
+    return {
+        "number": number,
+        "name": run.name,
+        "folder": run.path.parent,
+        "program": run.about["program"],
+        "began": run.began,
+        "seconds": seconds,
+        "end": {"code": run.end.code, "exit_code": run.about.get("exit_code")},
+        "ranks": run.world_size,
+        "steps": steps,
+        "step_seconds": None if summary is None else summary["step"] or None,
+        "verdict": None if summary is None else reckoning.code_of(summary),
+        "remarks": run.remarks,
+    }
+
+
+@runs.command(short_help="Explain how a run went.")
+@takes_run
+@AS_JSON
+def explain(run: str | None, as_json: bool) -> None:
+    """Explain how a run ended, where its time went, which ranks were late or failed, and what to try next.
+
+    It also says what the record does not tell.
+    """
+    from lockstep.runs import history
+    from lockstep.tools.explanation import Explanation
+
+    with errors():
+        found = Explanation.of(history.find(run, homes()))
+    if as_json:
+        print_json("runs.explain", found.to_json())
+    else:
+        click.echo(found.describe())
 
 
 @runs.command(short_help="Watch a run live.")
 @takes_run
 @click.option("--once", is_flag=True, help="Watch for three seconds, print one table and exit.")
-def top(run: str | None, once: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Like --once, but print the result as JSON.")
+def top(run: str | None, once: bool, as_json: bool) -> None:
     """Show live what the ranks of a run are doing, until the run ends or Ctrl-C.
 
     The run must be running on this node. Ranks on other nodes are shown too if the job was started with --rdzv or
@@ -80,6 +129,7 @@ def top(run: str | None, once: bool) -> None:
     from lockstep.runs import history
     from lockstep.runs.live import Live
 
+    once = once or as_json
     console = open_console(markup=False)
     with errors():
         found = history.find(run, homes())
@@ -87,6 +137,9 @@ def top(run: str | None, once: bool) -> None:
         try:
             time.sleep(3.0 if once else 0.5)
             live.look()
+            if as_json:
+                print_json("runs.top", _looked(found, live))
+                return
             if once:
                 console.print(_now(found, live.rows(), live.logged()))
                 return
@@ -99,6 +152,29 @@ def top(run: str | None, once: bool) -> None:
             pass
         finally:
             live.close()
+
+
+def _looked(run: Run, live: Live) -> dict[str, Any]:
+    """Return what one look shows, in JSON's types."""
+    return {
+        "name": run.name,
+        "folder": run.path.parent,
+        "program": run.about["program"],
+        "seconds": time.time() - run.began,
+        "ranks": [
+            {
+                "rank": row.rank,
+                "step": row.steps,
+                "steps_per_second": row.rate,
+                "waiting": row.waiting,
+                "data": row.data,
+                "memory_bytes": row.memory or None,
+                "doing": row.doing,
+            }
+            for row in live.rows()
+        ],
+        "logged": live.last_line(),
+    }
 
 
 def _now(run: Run, rows: list[Row], logged: str) -> Table:
@@ -133,13 +209,18 @@ def _now(run: Run, rows: list[Row], logged: str) -> Table:
 @runs.command(short_help="Print Python stacks of ranks.")
 @takes_run
 @click.argument("rank", required=False, type=int)
-def stack(run: str | None, rank: int | None) -> None:
+@AS_JSON
+def stack(run: str | None, rank: int | None, as_json: bool) -> None:
     """Print the current Python stacks of one rank, RANK, or of all ranks on this node."""
     from lockstep.launch.stacks import stacks_of
     from lockstep.runs import history
 
     with errors():
         found = history.find(run, homes())
+        if as_json:
+            stacks = [{"rank": number, "stack": text} for number, text in stacks_of(found, rank)]
+            print_json("runs.stack", {"name": found.name, "folder": found.path.parent, "ranks": stacks})
+            return
         for number, text in stacks_of(found, rank):
             click.echo(f"rank {number}:\n{text}\n")
 
@@ -152,7 +233,8 @@ def stack(run: str | None, rank: int | None) -> None:
     metavar="PERCENT",
     help="Exit with code 1 if a step of B takes more than PERCENT longer than one of A.",
 )
-def compare(a: str, b: str, fail_over: str | None) -> None:
+@AS_JSON
+def compare(a: str, b: str, fail_over: str | None, as_json: bool) -> None:
     """Compare two runs: what changed from A to B, by how much, and whether it may be chance.
 
     A and B are names of runs, their numbers in the list that lockstep runs prints, or their folders.
@@ -163,8 +245,12 @@ def compare(a: str, b: str, fail_over: str | None) -> None:
     with errors(ValueError):
         limit = None if fail_over is None else comparison.parse_percent(fail_over)
         found = comparison.compare(history.find(a, homes()), history.find(b, homes()))
-    click.echo(found.describe())
-    if limit is not None and found.is_slower_by(limit):
+    is_slower = limit is not None and found.is_slower_by(limit)
+    if as_json:
+        print_json("runs.compare", {**found.to_json(), "fails": is_slower})
+    else:
+        click.echo(found.describe())
+    if is_slower:
         say(f"a step takes over {limit:.3g}% longer")
         sys.exit(1)
 
@@ -242,6 +328,7 @@ def report(run: str | None, out: Path) -> None:
     default=None,
     help="Reduce gradients during backward, or only after it. [default: as recorded]",
 )
+@price("Price of one node per hour, such as 3.2/h: the plan says what a thousand steps would cost.")
 @AS_JSON
 def plan(
     run: str | None,
@@ -256,14 +343,13 @@ def plan(
     scaling: str,
     cores: int | None,
     overlap: bool | None,
+    price: float | None,
     as_json: bool,
 ) -> None:
     """Estimate from a recorded run how long a step would take on more ranks and hosts over a given network.
 
     The assumptions are printed below the plan.
     """
-    import json
-
     from lockstep.runs import history
     from lockstep.text import parse_bandwidth, parse_latency
     from lockstep.tools.plan import plan as planning
@@ -290,10 +376,13 @@ def plan(
             ranks_per_host=ranks_per_host or len(recorded.tables),
         )
         given = [name for name, text in (("latency", latency), ("bandwidth", bandwidth)) if text is None]
-        setting = planning.Setting(network, algorithm, scaling, cores, overlap, guessed=tuple(given))
+        setting = planning.Setting(network, algorithm, scaling, cores, overlap, guessed=tuple(given), price=price)
         found = planning.Plan(recorded, setting)
         points = [found.at(count) for count in counts or found.fitting(planning.powers(up_to or _UP_TO))]
-    click.echo(json.dumps(planning.to_json(found, points), indent=1) if as_json else describe(found, points))
+    if as_json:
+        print_json("runs.plan", planning.to_json(found, points))
+    else:
+        click.echo(describe(found, points))
 
 
 @runs.command(short_help="Merge or split traces.")

@@ -1,20 +1,31 @@
-"""What commands share that print: a console, errors as one line, and where to look for runs."""
+"""What commands share that print: a console, JSON, errors as one line, and where to look for runs."""
 
 from __future__ import annotations
 
+import json
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from lockstep.codes import CodedEnum
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 #: Columns where there is no terminal to ask.
 _WIDTH = 160
+
+
+class OtherError(CodedEnum):
+    """An error of a command that is none of lockstep's own classes."""
+
+    SYSTEM = "the system refused", "system-error"
+    ARGUMENT = "an argument makes no sense", "invalid-argument"
 
 
 def homes() -> list[Path]:
@@ -38,6 +49,32 @@ def open_console(*, soft_wrap: bool = False, markup: bool = True) -> Console:
     return Console(width=width, highlight=False, soft_wrap=soft_wrap, markup=markup)
 
 
+def as_json(command: str, result: Mapping[str, Any]) -> str:
+    """Return what a command has found as JSON, in the one shape of all commands; docs/json.md describes each.
+
+    Args:
+        command: its name below ``lockstep``, with points between the words: ``runs.ls``.
+        result: names of small letters and underscores; times in seconds and sizes in bytes, as numbers. A number that
+            JSON does not have (NaN, infinite) becomes null.
+    """
+    return json.dumps({"schema": f"lockstep.{command}/1", **_plain(result)}, indent=2, allow_nan=False)
+
+
+def print_json(command: str, result: Mapping[str, Any]) -> None:
+    """Print what a command has found as JSON; the arguments are those of :func:`as_json`."""
+    click.echo(as_json(command, result))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
+
+
 def say(text: object) -> None:
     """Write one line to standard error, after the name of the command that runs."""
     click.echo(f"{click.get_current_context().command_path}: {text}", err=True)
@@ -45,18 +82,23 @@ def say(text: object) -> None:
 
 @contextmanager
 def errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Show errors as one line, after the command's name, with exit code 2.
+    """Show errors as one line, after the command's name, with exit code 2; with --json also as JSON.
 
     Args:
         kinds: those of them beside lockstep's own and the system's.
     """
     from lockstep import _files
-    from lockstep.errors import LockstepError
+    from lockstep.errors import LockstepError, code_of
 
     shown: tuple[type[Exception], ...] = (LockstepError, OSError, *kinds)
     try:
         yield
     except shown as error:
         of_system = isinstance(error, OSError) and not isinstance(error, LockstepError)
-        say(_files.describe(error) if of_system else error)
+        text = _files.describe(error) if of_system else str(error)
+        given = click.get_current_context().params
+        if given.get("as_json") or str(given.get("json_file")) == "-":
+            code = code_of(error) or (OtherError.SYSTEM if of_system else OtherError.ARGUMENT).code
+            print_json("error", {"code": code, "type": type(error).__name__, "message": text, "exit_code": 2})
+        say(text)
         sys.exit(2)

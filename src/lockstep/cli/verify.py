@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import tempfile
@@ -12,7 +11,7 @@ from types import FrameType
 import click
 
 from lockstep.cli.options import PASSES_ON, LocalPath, takes_program
-from lockstep.cli.terminal import errors, say
+from lockstep.cli.terminal import as_json, errors, say
 
 
 @click.command(
@@ -32,7 +31,13 @@ from lockstep.cli.terminal import errors, say
 )
 @click.option("--steps", type=int, default=20, show_default=True, help="Number of optimizer steps to compare.")
 @click.option("--timeout", default=600.0, show_default=True, metavar="SECONDS", help="Time limit of each run.")
-@click.option("--json", "json_file", type=LocalPath(), metavar="FILE", help="Also write the result as JSON to FILE.")
+@click.option(
+    "--json",
+    "json_file",
+    type=LocalPath(),
+    metavar="FILE",
+    help="Also write the result as JSON to FILE; -: print it in place of the report.",
+)
 @click.option(
     "--keep",
     default=1024.0,
@@ -72,6 +77,8 @@ def verify(
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup
             signal.signal(signum, _leave)
     with errors(ValueError):
+        if show_output and str(json_file) == "-":
+            raise ValueError("--show-output with --json -: both print to standard output; name a file")
         asked = runs.VerifyOptions(
             Program(program, args, is_module),
             tuple(dict.fromkeys(ranks)),
@@ -82,9 +89,10 @@ def verify(
         )
         with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
             result = runs.verify(asked, Path(folder), say)
-            click.echo(report.describe(result))
-            if json_file is not None:
-                _files.write_whole(json_file, json.dumps(report.as_json(result), indent=2) + "\n")
+            told = as_json("verify", report.as_json(result))
+            click.echo(told if str(json_file) == "-" else report.describe(result))
+            if json_file is not None and str(json_file) != "-":
+                _files.write_whole(json_file, told + "\n")
     sys.exit(1 if result.kind is FindingKind.DIFFERENT else 0)
 
 

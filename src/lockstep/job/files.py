@@ -162,6 +162,8 @@ class FailureRecord:
     type: str
     message: str
     traceback: str
+    #: The code of an error of lockstep's; None: it is another's.
+    code: str | None = None
 
     @property
     def summary(self) -> str:

@@ -55,6 +55,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lockstep.codes import CodedEnum
 from lockstep.job.page import ENTERED, SERIAL, WAITS, Look, Phase
 
 #: Seconds without a sign of life; see Note [Late or slow].
@@ -163,15 +164,15 @@ class Looker:
         self.due = now + pause * self._draw.uniform(0.5, 1.5)
 
 
-class HangKind(enum.Enum):
+class HangKind(CodedEnum):
     """What is wrong."""
 
     #: Some ranks are late, the others wait for them.
-    LATE = "late"
+    LATE = "late", "rank-late"
     #: All ranks wait, in different collectives or one that does not end.
-    APART = "apart"
+    APART = "apart", "all-ranks-wait"
     #: No rank moves, and the pages do not say which rank waits for which.
-    STILL = "still"
+    STILL = "still", "no-rank-moves"
 
 
 class Standstill(enum.Enum):

@@ -13,7 +13,6 @@ ranks' time that is told.
 
 from __future__ import annotations
 
-import enum
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
@@ -21,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from lockstep.codes import CodedEnum
 from lockstep.job.account import FEWEST_LOOKS, FEWEST_STEPS, Ledger, Progress, TimeAccount
 from lockstep.job.growth import Growth, find_growth
 from lockstep.job.page import NAMES, Phase
@@ -54,16 +54,16 @@ _COLUMNS = {
 }
 
 
-class Bottleneck(enum.Enum):
+class Bottleneck(CodedEnum):
     """What limits a run."""
 
-    BALANCED = "balanced"
-    INPUT = "input-bound"
-    COMPUTE_STRAGGLER = "compute straggler"
-    INPUT_STRAGGLER = "input straggler"
-    COMMUNICATION = "communication-bound"
-    TURNS = "no single cause"
-    SHORT = "too short to tell"
+    BALANCED = "balanced", "balanced"
+    INPUT = "input-bound", "input-bound"
+    COMPUTE_STRAGGLER = "compute straggler", "compute-straggler"
+    INPUT_STRAGGLER = "input straggler", "input-straggler"
+    COMMUNICATION = "communication-bound", "communication-bound"
+    TURNS = "no single cause", "no-single-cause"
+    SHORT = "too short to tell", "too-short-to-tell"
 
 
 @dataclass(frozen=True)
@@ -334,6 +334,7 @@ class Summary(TimeAccount):
         straggler = self.straggler()
         return {
             "bottleneck": self.bottleneck.value,
+            "code": self.bottleneck.code,
             "starts": list(self.starts),
             "steps": self.taken,
             "step": self.step,

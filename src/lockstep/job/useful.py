@@ -70,7 +70,7 @@ class UsefulTime:
             price: of a node and an hour.
             seconds: None: all.
         """
-        return self.nodes * price * (self.lasted if seconds is None else seconds) / _HOUR
+        return cost_of(self.lasted if seconds is None else seconds, nodes=self.nodes, price=price)
 
     def describe_cost(self, price: float) -> str:
         """``this run cost 41.00 (2 nodes for 6:24:22 at 3.2/h), of it 6.10 for rank 3's lateness and 2.00 for 2
@@ -79,10 +79,10 @@ class UsefulTime:
         Args:
             price: of a node and an hour.
         """
-        told = [f"{_amount(self.cost(price, seconds))} for {what}" for what, seconds in self._worth_telling()]
+        told = [f"{amount(self.cost(price, seconds))} for {what}" for what, seconds in self._worth_telling()]
         nodes = "1 node" if self.nodes == 1 else f"{self.nodes:.3g} nodes"
         rest = f", of it {joined(told)}" if told else ""
-        return f"this run cost {_amount(self.cost(price))} ({nodes} for {as_clock(self.lasted)} at {price:g}/h){rest}"
+        return f"this run cost {amount(self.cost(price))} ({nodes} for {as_clock(self.lasted)} at {price:g}/h){rest}"
 
     def _worth_telling(self) -> list[tuple[str, float]]:
         return [(what, seconds) for what, seconds in self.losses if seconds >= _WORTH * self.lasted > 0]
@@ -102,7 +102,13 @@ class UsefulTime:
         }
 
 
-def _amount(money: float) -> str:
+def cost_of(seconds: float, *, nodes: float, price: float) -> float:
+    """Return what ``nodes`` cost for so many seconds, at the price of a node and an hour."""
+    return nodes * price * seconds / _HOUR
+
+
+def amount(money: float) -> str:
+    """Return a sum of money, without its currency."""
     return f"{money:,.2f}" if money >= 1 else f"{money:.2g}"
 
 

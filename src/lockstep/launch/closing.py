@@ -8,6 +8,7 @@ from signal import Signals
 
 from lockstep.job.files import EXIT_SAVED
 from lockstep.rendezvous.messages import EndKind
+from lockstep.runs.record import RunEnd
 
 
 class LastWord(enum.Enum):
@@ -39,6 +40,13 @@ class Closing:
     word: LastWord
     #: The job's exit code; None: it follows from the zygote's end.
     exit_code: int | None
+
+    @property
+    def end(self) -> RunEnd:
+        """How the run ended, for its record."""
+        if self.word in (LastWord.SAVED, LastWord.STOPPED):
+            return RunEnd.SAVED if self.word is LastWord.SAVED else RunEnd.STOPPED
+        return RunEnd.DONE if self.exit_code == 0 else RunEnd.FAILED
 
 
 @dataclass(frozen=True)

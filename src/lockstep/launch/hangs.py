@@ -184,6 +184,13 @@ class HangWatch:
             self._ask(verdict, states, now, ask)
         return []
 
+    def facts(self) -> dict[str, Any]:
+        """Return which ranks hold up which now, for the run's record, in JSON's types; ``over``: none does any more."""
+        verdict = self._verdict
+        if verdict is None:
+            return {"over": True}
+        return {"code": verdict.kind.code, "ranks": list(verdict.late), "waiting": list(verdict.waiting), "over": False}
+
     def ended(self, states: Mapping[int, RankState]) -> list[str]:
         """Return what is left to say when all ranks have ended: that those who were late have moved on, if all is
         well."""

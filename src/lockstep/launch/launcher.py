@@ -29,7 +29,7 @@ from lockstep.launch.spec import JobSpec, rank_environment
 from lockstep.launch.tracing import Tracer
 from lockstep.machine import is_loopback
 from lockstep.rendezvous.messages import Round
-from lockstep.runs.record import Recorder
+from lockstep.runs.record import Recorder, RunEnd
 
 
 class Attempt:
@@ -269,11 +269,19 @@ class Launcher:
         self._record_start()
         return self.attempt
 
-    def conclude(self, exit_code: int) -> list[str]:
+    def conclude(self, exit_code: int, *, end: RunEnd, word: str = "") -> list[str]:
         """End the record, and return what is left to say when all ranks have ended: that those who were late have moved
-        on, and, if all is well, what the time went to."""
+        on, and, if all is well, what the time went to.
+
+        Args:
+            exit_code: of the job.
+            end: how it ended.
+            word: what was said of that.
+        """
         self._see_folder()
         said = self.attempt.hangs.ended(self.policy.states)
+        for text in said:
+            self.recorder.event("late", text, **self.attempt.hangs.facts())
         self._end_start()
         clock = self.recorder.clock
         summary = RunSummary.of(self._summaries, began=clock, lasted=time.monotonic() - clock)
@@ -285,7 +293,7 @@ class Launcher:
         speaks = self._speaks_for_all or alone
         if summary is not None and speaks and exit_code in (0, EXIT_SAVED) and not self.spec.quiet:
             said.append("\n".join([summary.describe(self._peaks, price=self.spec.price), *self.recorder.remarks()]))
-        self.recorder.end(exit_code=exit_code, summary=summary, peaks=self._peaks)
+        self.recorder.end(exit_code=exit_code, summary=summary, peaks=self._peaks, end=end, word=word)
         return said
 
     def close(self) -> None:
@@ -383,7 +391,7 @@ class Launcher:
             hangs, states = self.attempt.hangs, self.policy.states
             for text in hangs.look(states, now, ask=self.zygote.signal):
                 say(text)
-                self.recorder.event("late", text)
+                self.recorder.event("late", text, **hangs.facts())
             self._record_progress(now)
         self._see_folder()
         if self._tracer is not None:

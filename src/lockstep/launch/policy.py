@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.codes import CodedEnum
 from lockstep.job.files import FailureRecord
 from lockstep.launch.processes import name
 
@@ -204,6 +205,8 @@ class Policy:
 
 # How a rank ended ----------------------------------------------------------------------------------------------------
 
+#: Characters of an error's message that the run's record has.
+_TOLD = 2000
 #: A death without a record is noticed some time after it happened, a record carries the time of its exception.
 _NOTICED_LATE = 0.1
 #: How other ranks' exceptions read when a peer has gone: consequences, not causes.
@@ -215,6 +218,16 @@ _ECHOES = (
     "Connection reset by peer",
     "Broken pipe",
 )
+
+
+class FailureKind(CodedEnum):
+    """What ended a rank that failed."""
+
+    RAISED = "an exception", "rank-raised"
+    EXITED = "an exit code of its own", "rank-exited"
+    KILLED = "a signal", "rank-killed"
+    MEMORY = "the kernel, since memory was out", "rank-out-of-memory"
+    STUCK = "nothing: it could not be killed", "rank-unkillable"
 
 
 @dataclass(frozen=True)
@@ -291,6 +304,40 @@ class Ending:
     @property
     def _seen(self) -> float:
         return self.state.ended_at if self.state.ended_at is not None else float("inf")
+
+
+def failure_facts(
+    ending: Ending, *, step: int | None, taken: int | None, out_of_memory: bool = False
+) -> dict[str, Any]:
+    """Return how the first rank to fail ended, for the run's record, in JSON's types.
+
+    Args:
+        ending: of that rank.
+        step: the optimizer steps of the whole run; None: not counted.
+        taken: those since this start.
+        out_of_memory: whether the kernel killed it because memory was out.
+    """
+    record, code = ending.record, ending.state.exit_code
+    if record is not None:
+        kind = FailureKind.EXITED if record.type == "SystemExit" else FailureKind.RAISED
+    elif out_of_memory:
+        kind = FailureKind.MEMORY
+    elif code is None:
+        kind = FailureKind.STUCK
+    else:
+        kind = FailureKind.KILLED if code < 0 else FailureKind.EXITED
+    return {
+        "code": kind.code,
+        "rank": ending.rank,
+        "step": step,
+        "taken": taken,
+        "exit_code": ending.exit_code,
+        "signal": name(-code) if record is None and code is not None and code < 0 else None,
+        "error": None
+        if record is None
+        else {"type": record.type, "message": record.message.strip()[:_TOLD], "code": record.code},
+        "log": None if ending.log is None else str(ending.log),
+    }
 
 
 def first_failure(endings: Iterable[Ending]) -> Ending | None:

@@ -24,7 +24,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
 from lockstep import knobs, tracebacks
-from lockstep.errors import LockstepError, named, said
+from lockstep.errors import LockstepError, code_of, named, said
 from lockstep.identity import Identity, place
 from lockstep.job import flight, terminal, tracing
 from lockstep.job.files import EXIT_SAVED, FailureRecord
@@ -390,7 +390,7 @@ def _record(error: BaseException, rank: int, exit_code: int, at: float) -> None:
         message, text = said(error), tracebacks.text(error)
     kind, home = type(error).__qualname__, type(error).__module__
     name = kind if home in ("builtins", "__main__", "__mp_main__") else f"{home}.{kind}"
-    record = FailureRecord(rank, at, exit_code, name, message, text)
+    record = FailureRecord(rank, at, exit_code, name, message, text, code_of(error))
     try:
         record.write(folder)
     except OSError as trouble:

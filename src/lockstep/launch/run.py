@@ -27,7 +27,7 @@ from lockstep.launch.closing import JobEnd, LastWord, why_over
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
 from lockstep.launch.output import LogFolder, Relay, Streams
-from lockstep.launch.policy import Failure, Restarts
+from lockstep.launch.policy import Failure, Restarts, failure_facts
 from lockstep.launch.ports import free_port, is_free
 from lockstep.launch.processes import SAVE, STOPPING, SignalArrival, SignalQueue, ignored
 from lockstep.launch.report import Outcome, say
@@ -48,7 +48,7 @@ from lockstep.rendezvous.messages import (
     Refused,
     Verdict,
 )
-from lockstep.runs.record import Recorder
+from lockstep.runs.record import Recorder, RunEnd
 
 #: Open files that each starting rank needs in the launcher, and that everything else needs.
 _DESCRIPTORS_PER_RANK = 7
@@ -233,8 +233,8 @@ class _Run:
             launcher.zygote.wait(limit=1.0)  # its exit code, before the sweep reaps it
             processes.sweep(patience=_PATIENCE)  # see Note [No orphans]
         self._drain()
-        code = self._conclude()
-        for text in launcher.conclude(code):
+        code, end, word = self._conclude()
+        for text in launcher.conclude(code, end=end, word=word):
             say(text)
         unseen = self._streams.unseen()
         if self._logs.lost:
@@ -390,6 +390,7 @@ class _Run:
             exit_code=first.exit_code,
             echo=first.is_echo,
             history=restarts.history,
+            failure=failure_facts(first, step=step, taken=taken, out_of_memory=outcome.out_of_memory),
         )
 
     def _settle(self, verdict: Verdict) -> None:
@@ -660,8 +661,10 @@ class _Run:
                 return  # nobody reads, and the user has had enough
             self._relay.pump({fd for fd in ready if isinstance(fd, int)}, time.monotonic())
 
-    def _conclude(self) -> int:
-        """Say how the job ended, unless all is well, and return its exit code."""
+    def _conclude(self) -> tuple[int, RunEnd, str]:
+        """Say how the job ended, unless all is well, and return its exit code, how it ended, and what was said of it;
+        empty: what the verdict said, or nothing.
+        """
         launcher, policy, verdict = self._launcher, self._launcher.policy, self._verdict
         outcome = launcher.attempt.outcome(self._streams)
         if any(ending.shown and (ending.state.exit_code or 0) < 0 for ending in outcome.endings):
@@ -688,10 +691,11 @@ class _Run:
         if text:
             say(text, once=once)
         if closed.exit_code is not None:
-            return closed.exit_code
+            return closed.exit_code, closed.end, text
         code = launcher.zygote.wait(limit=1.0)
-        say(report.lost(launcher.zygote.pid, code))
-        return 128 - code if code is not None and code < 0 else 1
+        text = report.lost(launcher.zygote.pid, code)
+        say(text)
+        return 128 - code if code is not None and code < 0 else 1, closed.end, text
 
     def _own_cause(self, text: str) -> str:
         """Put what went wrong on this machine before what another one has lost by it: that one's ranks ended first, and
@@ -717,4 +721,7 @@ class _Run:
             text = report.lost_when_done(text)
         text = "\n".join(line for line in (text, verdict.what_now) if line)
         say(text, once=f"end of round {round_.number}", later=not mine)
-        self._launcher.recorder.event(verdict.kind.value, text)
+        about = (
+            {"failure": verdict.failure, "again": bool(verdict.again and verdict.what_now)} if verdict.failure else {}
+        )
+        self._launcher.recorder.event(verdict.kind.value, text, **about)

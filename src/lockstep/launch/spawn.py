@@ -20,10 +20,11 @@ from lockstep.launch.channel import Fork
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
 from lockstep.launch.output import LogFolder
+from lockstep.launch.policy import failure_facts
 from lockstep.launch.ports import free_port
 from lockstep.launch.report import say
 from lockstep.launch.spec import JobSpec, Program, is_read_once
-from lockstep.runs.record import Recorder
+from lockstep.runs.record import Recorder, RunEnd
 
 if TYPE_CHECKING:
     from lockstep.launch.rank import SentDescriptor
@@ -181,7 +182,11 @@ class SpawnContext:
                 exit_code=first.exit_code,
                 traceback=(first.record.traceback or None) if first.record is not None else None,
             )
-        for text in self._launcher.conclude(0 if first is None else first.exit_code):
+            step, taken = attempt.steps(first.rank)
+            failure = failure_facts(first, step=step, taken=taken, out_of_memory=outcome.out_of_memory)
+            self._launcher.recorder.event("failed", str(self._error), failure=failure, again=False)
+        end = RunEnd.DONE if first is None else RunEnd.FAILED
+        for text in self._launcher.conclude(0 if first is None else first.exit_code, end=end):
             say(text)
         self._close()
 

@@ -107,6 +107,8 @@ class Verdict:
     signum: int = 0
     #: The history, as in :class:`Round`, with this failure counted.
     history: dict[str, Any] = field(default_factory=dict)
+    #: FAILED: how the first rank to fail ended; see ``failure_facts`` in launch/policy.py.
+    failure: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return what :meth:`from_json` reads back."""

@@ -15,12 +15,14 @@ from typing import Any
 from lockstep import _proc
 from lockstep._files import local_path
 from lockstep.errors import LockstepError
-from lockstep.runs.record import VERSION, nonfinite_in_words
+from lockstep.runs.record import VERSION, RunEnd, end_by, nonfinite_in_words
 from lockstep.runs.series import Series
 
 
 class UnknownRun(LockstepError):
     """There is no such run, or its record can't be read."""
+
+    code = "unknown-run"
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,17 @@ class Run:
         if "exit_code" not in self.about:
             return "killed" if self.is_here else f"not known: on {self.about['host']}"
         return {0: "done", 75: "saved"}.get(self.about["exit_code"], f"exit {self.about['exit_code']}")
+
+    @property
+    def end(self) -> RunEnd:
+        """How it ended, for programs."""
+        if self.is_alive:
+            return RunEnd.RUNNING
+        if "exit_code" not in self.about:
+            return RunEnd.KILLED if self.is_here else RunEnd.UNKNOWN
+        code = (self.about.get("end") or {}).get("code")
+        known = {each.code: each for each in RunEnd}
+        return known[code] if code in known else end_by(self.about["exit_code"])  # earlier versions wrote no code
 
     @property
     def seconds(self) -> float:
@@ -197,6 +210,7 @@ def _check(about: dict[str, Any]) -> None:
         "checkpoints": list,
         "logs": list,
         "environment": dict,
+        "end": dict,
         "summary": dict,
         "nonfinite": dict,
     }

@@ -134,12 +134,7 @@ class Live:
     def logged(self) -> str:
         """Return the numbers that the script logged last (:class:`lockstep.Log`), in words; empty: none that are known
         here."""
-        try:
-            paths = history.read(self._path).about.get("logs", [])
-        except UnknownRun:  # being written, or removed
-            return ""
-        lines = [line for line in map(_last_line, paths) if line is not None]
-        last = max(lines, key=lambda line: float(line["time"]), default=None)
+        last = self.last_line()
         if last is None:
             return ""
         odd = last.get("nonfinite") or {}
@@ -149,6 +144,15 @@ class Live:
             if name not in _OWN and (isinstance(value, (int, float)) or name in odd)
         }
         return f"step {last['step']:,}: {', '.join(f'{name} {value}' for name, value in numbers.items())}"
+
+    def last_line(self) -> dict[str, Any] | None:
+        """Return the line that the script logged last, as it is in the file; None: none is known here."""
+        try:
+            paths = history.read(self._path).about.get("logs", [])
+        except UnknownRun:  # being written, or removed
+            return None
+        lines = [line for line in map(_last_line, paths) if line is not None]
+        return max(lines, key=lambda line: float(line["time"]), default=None)
 
     def close(self) -> None:
         """Let go of the pages."""

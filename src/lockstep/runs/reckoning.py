@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.job.account import Ledger, Progress
 from lockstep.job.page import Phase
-from lockstep.job.summary import RunSummary, Summary
+from lockstep.job.summary import Bottleneck, RunSummary, Summary
 from lockstep.runs.history import Run
 from lockstep.runs.series import Series
 
@@ -28,6 +28,13 @@ def summary_of(run: Run) -> dict[str, Any] | None:
     found = [start for start in (_start(run, start) for start in run.about["starts"]) if start is not None]
     summary = RunSummary.of(found, lasted=run.seconds)
     return None if summary is None else summary.to_json({})
+
+
+def code_of(summary: dict[str, Any]) -> str | None:
+    """Return the code of a summary's verdict; None: it has none that is known."""
+    words = {each.value: each.code for each in Bottleneck}  # earlier versions wrote the words alone
+    code = summary.get("code", words.get(summary.get("bottleneck", "")))
+    return None if code is None else str(code)
 
 
 def _start(run: Run, start: dict[str, Any]) -> Summary | None:

@@ -14,7 +14,9 @@ from typing import Any
 
 from lockstep import _proc, knobs, machine
 from lockstep._files import write_whole
+from lockstep.codes import CodedEnum
 from lockstep.job.account import Progress
+from lockstep.job.files import EXIT_SAVED
 from lockstep.job.notes import CHECKPOINT, LOG, NONFINITE, UNWRITTEN, Notes, unwritten
 from lockstep.job.page import Phase
 from lockstep.job.summary import RunSummary
@@ -25,6 +27,18 @@ from lockstep.version import __version__
 VERSION = 1
 #: Checkpoints that are noted at most.
 _CHECKPOINTS = 1000
+
+
+class RunEnd(CodedEnum):
+    """How a run ended, or that it goes on."""
+
+    RUNNING = "goes on", "run-running"
+    DONE = "done", "run-done"
+    SAVED = "stopped on request, and saved", "run-saved"
+    STOPPED = "stopped on request, and not saved", "run-stopped"
+    FAILED = "failed", "run-failed"
+    KILLED = "killed, and its launcher with it", "run-killed"
+    UNKNOWN = "not known", "run-unknown"
 
 
 class Recorder:
@@ -165,16 +179,39 @@ class Recorder:
         """When the run began, on the monotonic clock: moments of the record count from then."""
         return self._clock
 
-    def event(self, kind: str, text: str) -> None:
-        """Note something that happened, for people."""
-        self._about["events"].append({"at": self._seconds(), "kind": kind, "text": text})
+    def event(self, kind: str, text: str, **facts: Any) -> None:
+        """Note something that happened.
+
+        Args:
+            kind: of it.
+            text: for people.
+            facts: for programs, in JSON's types.
+        """
+        self._about["events"].append({"at": self._seconds(), "kind": kind, "text": text, **facts})
         self._update()
 
-    def end(self, *, exit_code: int, summary: RunSummary | None, peaks: Mapping[int, int | None]) -> None:
-        """The run is over; where nothing was written so far, nothing is."""
+    def end(
+        self,
+        *,
+        exit_code: int,
+        summary: RunSummary | None,
+        peaks: Mapping[int, int | None],
+        end: RunEnd | None = None,
+        word: str = "",
+    ) -> None:
+        """The run is over; where nothing was written so far, nothing is.
+
+        Args:
+            exit_code: of the job.
+            summary: what its time went to; None: nothing is known of that.
+            peaks: the most memory of each rank.
+            end: how it ended; None: as the exit code says.
+            word: what was said of that; empty: nothing, or it is an event.
+        """
         self._take_notes()
         self._about["ended"] = time.time()
         self._about["exit_code"] = exit_code
+        self._about["end"] = {"code": (end or end_by(exit_code)).code, "text": word}
         if summary is not None:
             self._about["summary"] = summary.to_json(peaks)
         self._update()
@@ -234,6 +271,11 @@ class Recorder:
     def _give_up(self, error: OSError) -> None:
         self._failed = True
         self._tell(f"the record of this run ends here, the run goes on: {error}")
+
+
+def end_by(exit_code: int) -> RunEnd:
+    """Return how a run ended that left with an exit code, where nothing else is known."""
+    return {0: RunEnd.DONE, EXIT_SAVED: RunEnd.SAVED}.get(exit_code, RunEnd.FAILED)
 
 
 def nonfinite_in_words(about: Mapping[str, Any]) -> list[str]:

@@ -44,6 +44,8 @@ _PER_MACHINE = 10_000_000
 class BadTrace(LockstepError):
     """A file is no trace of lockstep's, or those given do not belong together."""
 
+    code = "bad-trace"
+
 
 @dataclass(frozen=True)
 class Origin:

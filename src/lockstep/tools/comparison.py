@@ -17,6 +17,7 @@ import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from lockstep.job.page import NAMES, Phase
 from lockstep.runs import reckoning
@@ -117,6 +118,19 @@ class Comparison:
         logged = [f"{one}: {line}" for one, run in (("A", self.a), ("B", self.b)) for line in run.remarks]
         return "\n".join([*names, "", *in_columns(rows, left=1), "", *logged, self._sentence()])
 
+    def to_json(self) -> dict[str, Any]:
+        """Return it in JSON's types; times are seconds, sizes bytes."""
+        return {
+            "a": _told(self.a, self.before),
+            "b": _told(self.b, self.after),
+            "changed": [
+                {"what": name, "a": str(one), "b": str(other)} for name, one, other in self._facts() if one != other
+            ],
+            "change": self.change,
+            "differs": self.differs,
+            "text": self._sentence(),
+        }
+
     def _facts(self) -> Iterator[tuple[str, object, object]]:
         for name in ("lockstep", "host"):
             yield name, self.a.about.get(name, "-"), self.b.about.get(name, "-")
@@ -134,6 +148,23 @@ class Comparison:
             return "no difference between their steps that is more than chance"
         slower = "longer" if self.change > 0 else "less long"
         return f"the median step of B takes {abs(self.change):.1%} {slower}, more than chance within each run"
+
+
+def _told(run: Run, pace: Pace) -> dict[str, Any]:
+    return {
+        "name": run.name,
+        "folder": str(run.path.parent),
+        "program": run.about["program"],
+        "ranks": run.world_size,
+        "end": {"code": run.end.code, "exit_code": run.about.get("exit_code")},
+        "median_step_seconds": pace.median,
+        "notch_seconds": pace.notch,
+        "step_seconds": pace.step,
+        "samples_per_second": pace.samples_per_second,
+        "phases_seconds": pace.phases,
+        "memory_bytes": pace.memory or None,
+        "remarks": run.remarks,
+    }
 
 
 def compare(a: Run, b: Run) -> Comparison:

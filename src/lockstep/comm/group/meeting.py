@@ -20,6 +20,8 @@ _PAUSES = 0.0002, 0.02
 class ApartError(RendezvousError):
     """Some ranks can't share memory."""
 
+    code = "ranks-apart"
+
 
 @dataclass(frozen=True)
 class Whereabouts:

@@ -10,7 +10,7 @@ from lockstep.launch.spec import DEFAULT_MASTER_PORT
 from lockstep.machine import is_loopback
 from lockstep.rendezvous.messages import DEFAULT_PORT, SKEW
 from lockstep.text import as_duration, joined
-from lockstep.tools.doctor.findings import Finding, ok, warning, wrong
+from lockstep.tools.doctor.findings import Finding, Problem, ok, warning, wrong
 
 #: Packages whose versions must be the same on all hosts, then those whose versions should be.
 _SAME = ("torch",)
@@ -36,24 +36,40 @@ def _differing(machines: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     for name in _SAME:
         versions = {host: facts["packages"].get(name, "none") for host, facts in machines.items()}
         if len(set(versions.values())) > 1:
-            yield wrong("versions", f"{name} differs: {_each(versions)}", "install the same version everywhere")
+            yield wrong(
+                Problem.TORCH_DIFFERS,
+                "versions",
+                f"{name} differs: {_each(versions)}",
+                "install the same version everywhere",
+            )
     pythons = {host: ".".join(facts["python"].split(".")[:2]) for host, facts in machines.items()}
     if len(set(pythons.values())) > 1:
-        yield wrong("versions", f"Python differs: {_each(pythons)}", "install the same version everywhere")
+        yield wrong(
+            Problem.PYTHON_DIFFERS,
+            "versions",
+            f"Python differs: {_each(pythons)}",
+            "install the same version everywhere",
+        )
     for name in _ALIKE:
         versions = {host: facts["packages"].get(name, "none") for host, facts in machines.items()}
         if len(set(versions.values())) > 1:
-            yield warning("versions", f"{name} differs: {_each(versions)}", "install the same version everywhere")
+            yield warning(
+                Problem.PACKAGE_DIFFERS,
+                "versions",
+                f"{name} differs: {_each(versions)}",
+                "install the same version everywhere",
+            )
     for key, what in (("processor", "processors"), ("cores", "cores for a process"), ("visible_gpus", "visible GPUs")):
         values = {host: str(facts[key]) for host, facts in machines.items()}
         if len(set(values.values())) > 1:
             yield warning(
-                "machines", f"{what} differ: {_each(values)}",
+                Problem.MACHINES_DIFFER, "machines", f"{what} differ: {_each(values)}",
                 "ranks in step are as fast as the slowest; HOST:N says how many ranks a host has",
             )  # fmt: skip
     architectures = {host: str(facts["architecture"]) for host, facts in machines.items()}
     if len(set(architectures.values())) > 1:
         yield warning(
+            Problem.ARCHITECTURES_DIFFER,
             "machines",
             f"architectures differ: {_each(architectures)}",
             "the ranks' last bits will; choose machines of one",
@@ -94,7 +110,12 @@ def compare_clocks(clocks: Mapping[str, HostClock]) -> Iterator[Finding]:
     what = f"the clock of {fastest} is {as_duration(apart)} ahead of that of {slowest}"
     advice = "set the clocks: chronyd or systemd-timesyncd on all hosts"
     if apart - error > SKEW:
-        yield warning("clocks", f"{what}: logs and files of the hosts can't be put in order by their times", advice)
+        yield warning(
+            Problem.CLOCKS_DIFFER,
+            "clocks",
+            f"{what}: logs and files of the hosts can't be put in order by their times",
+            advice,
+        )
     else:
         yield ok("clocks", f"they agree to {as_duration(max(apart, error))}")
 
@@ -153,7 +174,7 @@ def _judge_way(source: str, target: str, tries: Sequence[Try], first: str, limit
     for finding in _judge_addresses(source, target, by_address, limit):
         if whole and target != first:
             what = f"{finding.what}; another address of {target} is reached, so that jobs run that do not meet there"
-            yield warning(finding.about, what, finding.advice)
+            yield warning(finding.code, finding.about, what, finding.advice)
         else:
             yield finding
 
@@ -168,24 +189,26 @@ def _judge_addresses(
         name = address if one.resolved in ("", address) else f"{address} ({one.resolved})"
         if one.how == "unknown":
             yield wrong(
-                "ways", f"{source} does not know the name {address}, which is {target}: {one.why}",
+                Problem.NAME_UNKNOWN, "ways",
+                f"{source} does not know the name {address}, which is {target}: {one.why}",
                 f"write it into /etc/hosts on {source}, or name the hosts by addresses",
             )  # fmt: skip
         elif is_loopback(one.resolved) and not is_loopback(address) and len(failed) == len(found):
             yield wrong(
-                "ways", f"on {source} the name {address} leads to {one.resolved}, {source} itself, not to {target}",
+                Problem.NAME_LEADS_TO_SELF, "ways",
+                f"on {source} the name {address} leads to {one.resolved}, {source} itself, not to {target}",
                 f"correct /etc/hosts on {source}: Debian and Ubuntu write a machine's own name there with 127.0.1.1",
             )  # fmt: skip
         elif any(each.how == "other" for each in failed):
             yield wrong(
-                "ways", f"what answers {source} at {name} is not {target}",
+                Problem.ANOTHER_ANSWERS, "ways", f"what answers {source} at {name} is not {target}",
                 f"correct the name on {source} (/etc/hosts, DNS), or use another address of {target}; a proxy may be "
                 "between them",
             )  # fmt: skip
         elif len(failed) == len(found):
             how = f"within {limit:g} s" if one.how == "silent" else f"({one.why})"
             yield wrong(
-                "ways", f"{source} does not reach {target} at {name} {how}",
+                Problem.HOST_UNREACHABLE, "ways", f"{source} does not reach {target} at {name} {how}",
                 f"let the hosts connect to each other at all ports ({target}'s firewall or security group), or use "
                 "addresses of a network that they share (HostName in ~/.ssh/config, --local-addr)",
             )  # fmt: skip
@@ -193,7 +216,8 @@ def _judge_addresses(
             ports = ", ".join(_port(each.port) for each in failed)
             opened = ", ".join(_port(each.port) for each in found if each.how == "ok")
             yield wrong(
-                "ways", f"{source} reaches {target} at {name}, but not at the port {ports} (it does at {opened})",
+                Problem.PORTS_BLOCKED, "ways",
+                f"{source} reaches {target} at {name}, but not at the port {ports} (it does at {opened})",
                 f"open all ports between the hosts in {target}'s firewall: the ranks listen at any free one",
             )  # fmt: skip
 
@@ -217,7 +241,8 @@ def judge_folder(folder: str, owner: str, seen: Mapping[str, bool]) -> Iterator[
     blind = [name for name, sees in seen.items() if not sees]
     if blind:
         yield warning(
-            "folder", f"{folder} of {owner} is not that of {joined(blind)}: a Checkpointer needs one that all share",
+            Problem.FOLDER_NOT_SHARED, "folder",
+            f"{folder} of {owner} is not that of {joined(blind)}: a Checkpointer needs one that all share",
             "name a folder on a disk that all hosts share, with --folder and in the program",
         )  # fmt: skip
     else:

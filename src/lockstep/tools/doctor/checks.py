@@ -25,7 +25,7 @@ from lockstep.machine import is_loopback
 from lockstep.rendezvous.messages import DEFAULT_PORT
 from lockstep.text import as_size, counted
 from lockstep.tools.doctor import facts
-from lockstep.tools.doctor.findings import Finding, ok, warning, wrong
+from lockstep.tools.doctor.findings import Finding, Problem, ok, warning, wrong
 from lockstep.version import __version__
 
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -65,15 +65,16 @@ def check_versions(task: CheckTask) -> Iterator[Finding]:
     del task
     python, torch = platform.python_version(), facts.versions().get("torch")
     if platform.python_version_tuple()[0] != "3" or int(platform.python_version_tuple()[1]) < _PYTHON[1]:
-        yield wrong("versions", f"Python {python} is too old", "install Python 3.10 or newer")
+        yield wrong(Problem.PYTHON_TOO_OLD, "versions", f"Python {python} is too old", "install Python 3.10 or newer")
     if torch is None:
         yield wrong(
+            Problem.TORCH_MISSING,
             "versions",
             f"torch is not installed for {os.path.realpath('/proc/self/exe')}",
             "pip install torch there, or start lockstep from the environment that has it",
         )
     elif tuple(int(part) for part in re.findall(r"\d+", torch)[:2]) < _TORCH:
-        yield wrong("versions", f"torch {torch} is too old", "install torch 2.9 or newer")
+        yield wrong(Problem.TORCH_TOO_OLD, "versions", f"torch {torch} is too old", "install torch 2.9 or newer")
     else:
         yield ok("versions", f"lockstep {__version__}, torch {torch}, Python {python}")
     found = installation.strangers()
@@ -81,6 +82,7 @@ def check_versions(task: CheckTask) -> Iterator[Finding]:
     if installation.is_replaced() or found:
         level = wrong if installation.is_replaced() else warning
         yield level(
+            Problem.PACKAGE_OVERWRITTEN,
             "versions",
             f"{installation.named(found)} {have} installed files into the package lockstep as well",
             installation.advice(found),
@@ -100,22 +102,32 @@ def check_cores(task: CheckTask) -> Iterator[Finding]:
     on_cpu = not machine.gpus()
     if on_cpu and task.ranks > cores:
         yield warning(
-            "cores", f"{summary}: the ranks take turns", f"start {counted(cores, 'rank')}: lockstep run -n {cores}"
+            Problem.MORE_RANKS_THAN_CORES,
+            "cores",
+            f"{summary}: the ranks take turns",
+            f"start {counted(cores, 'rank')}: lockstep run -n {cores}",
         )
     else:
         yield ok("cores", summary)
     load = os.getloadavg()[0]
     if load > 0.75 * everything:
         yield warning(
+            Problem.CORES_BUSY,
             "cores",
             f"{load:.1f} of the machine's {everything} cores were in use in the last minute",
             "see with top what it is: ranks in step are as fast as the slowest of them",
         )
     text = os.environ.get("OMP_NUM_THREADS", "")
     if text and not (text.isdecimal() and int(text)):
-        yield warning("cores", f"OMP_NUM_THREADS={text!r} is no number of threads", "unset OMP_NUM_THREADS")
+        yield warning(
+            Problem.OMP_THREADS_INVALID,
+            "cores",
+            f"OMP_NUM_THREADS={text!r} is no number of threads",
+            "unset OMP_NUM_THREADS",
+        )
     elif text and int(text) * task.ranks > cores and int(text) > 1:
         yield warning(
+            Problem.TOO_MANY_THREADS,
             "cores",
             f"OMP_NUM_THREADS={text} with {counted(task.ranks, 'rank')} is {int(text) * task.ranks} threads for "
             f"{counted(cores, 'core')}",
@@ -123,6 +135,7 @@ def check_cores(task: CheckTask) -> Iterator[Finding]:
         )
     elif text and on_cpu and cores // task.ranks >= 2 * int(text):
         yield warning(
+            Problem.CORES_IDLE,
             "cores",
             f"OMP_NUM_THREADS={text} leaves {cores - int(text) * task.ranks} of {cores} cores idle",
             "unset it: each rank then takes its share of the cores",
@@ -145,6 +158,7 @@ def check_memory(task: CheckTask) -> Iterator[Finding]:
     summary = ", ".join(words)
     if free is not None and free < task.ranks * _RANK:
         yield wrong(
+            Problem.MEMORY_TOO_SMALL,
             "memory",
             f"{summary}: too little for {counted(task.ranks, 'rank')}, which take {as_size(task.ranks * _RANK)} before "
             "the program does anything",
@@ -155,6 +169,7 @@ def check_memory(task: CheckTask) -> Iterator[Finding]:
     space = resource.getrlimit(resource.RLIMIT_AS)[0]
     if space != resource.RLIM_INFINITY:
         yield warning(
+            Problem.ADDRESS_SPACE_LIMITED,
             "memory",
             f"ulimit -v allows a process {as_size(space)} of address space",
             "ulimit -v unlimited: torch reserves much more than it uses, CUDA the more so",
@@ -172,20 +187,30 @@ def check_shared_memory(task: CheckTask) -> Iterator[Finding]:
         there = os.statvfs("/dev/shm")
     except OSError as error:
         yield warning(
-            "/dev/shm", f"/dev/shm can't be used ({error.strerror}): DataLoader workers hand batches over in it", advice
+            Problem.DEV_SHM_MISSING,
+            "/dev/shm",
+            f"/dev/shm can't be used ({error.strerror}): DataLoader workers hand batches over in it",
+            advice,
         )
     else:
         total, free = there.f_blocks * there.f_frsize, there.f_bavail * there.f_frsize
         if not os.access("/dev/shm", os.W_OK):
-            yield warning("/dev/shm", "/dev/shm is not writable: DataLoader workers hand batches over in it", advice)
+            yield warning(
+                Problem.DEV_SHM_NOT_WRITABLE,
+                "/dev/shm",
+                "/dev/shm is not writable: DataLoader workers hand batches over in it",
+                advice,
+            )
         elif total and total < _SHARED:
             yield warning(
+                Problem.DEV_SHM_TOO_SMALL,
                 "/dev/shm",
                 f"/dev/shm has {as_size(total)}: DataLoader workers hand batches over in it, and die where it is full",
                 f"{advice}; or num_workers=0",
             )
         elif total and free < _SHARED_FREE:
             yield warning(
+                Problem.DEV_SHM_FULL,
                 "/dev/shm",
                 f"/dev/shm has {as_size(free)} left of {as_size(total)}",
                 "see with ls -l /dev/shm what dead jobs have left there, and remove it",
@@ -196,6 +221,7 @@ def check_shared_memory(task: CheckTask) -> Iterator[Finding]:
         os.close(os.memfd_create("lockstep-doctor"))
     except OSError as error:
         yield warning(
+            Problem.MEMFD_REFUSED,
             "shared memory",
             f'the kernel refuses memory without a name ({error.strerror}), so the backend "shm" can\'t be opened and '
             "gloo takes its place",
@@ -214,11 +240,17 @@ def check_limits(task: CheckTask) -> Iterator[Finding]:
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         yield wrong(
-            "open files", f"ulimit -n is {soft}, and {counted(task.ranks, 'rank')} need about {needed} to start", raised
+            Problem.OPEN_FILES_TOO_FEW,
+            "open files",
+            f"ulimit -n is {soft}, and {counted(task.ranks, 'rank')} need about {needed} to start",
+            raised,
         )
     elif soft != resource.RLIM_INFINITY and soft < _FILES:
         yield warning(
-            "open files", f"ulimit -n is {soft}: loaders with many workers hand batches over by open files", raised
+            Problem.OPEN_FILES_FEW,
+            "open files",
+            f"ulimit -n is {soft}: loaders with many workers hand batches over by open files",
+            raised,
         )
     else:
         yield ok(
@@ -229,16 +261,23 @@ def check_limits(task: CheckTask) -> Iterator[Finding]:
     bytes_ = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if bytes_ != resource.RLIM_INFINITY:
         yield wrong(
+            Problem.FILE_SIZE_LIMITED,
             "file size",
             f"ulimit -f cuts files at {as_size(bytes_)}, shared memory and checkpoints as well",
             "ulimit -f unlimited",
         )
     seconds = resource.getrlimit(resource.RLIMIT_CPU)[0]
     if seconds != resource.RLIM_INFINITY:
-        yield wrong("processor time", f"ulimit -t ends a process after {seconds} s", "ulimit -t unlimited")
+        yield wrong(
+            Problem.PROCESSOR_TIME_LIMITED,
+            "processor time",
+            f"ulimit -t ends a process after {seconds} s",
+            "ulimit -t unlimited",
+        )
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if os.path.isdir("/dev/infiniband") and locked != resource.RLIM_INFINITY:
         yield warning(
+            Problem.LOCKED_MEMORY_LIMITED,
             "locked memory",
             f"ulimit -l is {as_size(locked)}, and InfiniBand needs memory that is locked",
             "ulimit -l unlimited (docker --ulimit memlock=-1)",
@@ -252,6 +291,7 @@ def _processes(task: CheckTask) -> Iterator[Finding]:
         used = sum(len(_proc.threads(pid)) for pid in _own_processes())
         if soft - used < needed:
             yield wrong(
+                Problem.PROCESSES_TOO_FEW,
                 "processes",
                 f"ulimit -u is {soft}, {used} are in use, and {counted(task.ranks, 'rank')} with loader workers need "
                 f"about {needed}",
@@ -261,6 +301,7 @@ def _processes(task: CheckTask) -> Iterator[Finding]:
     allowed, used_here = _pids()
     if allowed is not None and allowed - used_here < needed:
         yield wrong(
+            Problem.PROCESSES_TOO_FEW,
             "processes",
             f"the container allows {allowed} processes and threads, {used_here} are in use, and "
             f"{counted(task.ranks, 'rank')} with loader workers need about {needed}",
@@ -281,6 +322,7 @@ def _core_files() -> Iterator[Finding]:
         yield ok("core files", f"a crash goes to {pattern[1:].split()[0]}")
     else:
         yield warning(
+            Problem.CORE_FILES_WRITTEN,
             "core files",
             f"a rank that crashes writes its memory to {pattern!r} (ulimit -c is {_limit(soft)})",
             "ulimit -c 0, unless you mean to look at it",
@@ -295,6 +337,7 @@ def check_names(task: CheckTask) -> Iterator[Finding]:
     except OSError as error:
         if task.several:
             yield warning(
+                Problem.OWN_NAME_UNKNOWN,
                 "names",
                 f"this machine does not know its own name, {name} ({error.strerror}): gloo takes the loopback device",
                 "write its address and name into /etc/hosts, or set GLOO_SOCKET_IFNAME (--rdzv and --hosts do it)",
@@ -304,6 +347,7 @@ def check_names(task: CheckTask) -> Iterator[Finding]:
         return
     if task.several and all(is_loopback(address) for address in found):
         yield warning(
+            Problem.OWN_NAME_LOOPBACK,
             "names",
             f"this machine's own name, {name}, leads to {', '.join(found)} (Debian and Ubuntu write it so), where no "
             "other machine reaches it",
@@ -325,7 +369,11 @@ def check_ports(task: CheckTask) -> Iterator[Finding]:
             continue
         what = f"port {port}, which {use} takes, is in use{_listener(port)}"
         advice = f"end what is left of another job there, or say {option}"
-        yield wrong("ports", what, advice) if task.several else warning("ports", what, advice)
+        yield (
+            wrong(Problem.PORT_IN_USE, "ports", what, advice)
+            if task.several
+            else warning(Problem.PORT_IN_USE, "ports", what, advice)
+        )
 
 
 def check_temporary(task: CheckTask) -> Iterator[Finding]:
@@ -335,12 +383,20 @@ def check_temporary(task: CheckTask) -> Iterator[Finding]:
         folder = tempfile.gettempdir()
         there = os.statvfs(folder)
     except OSError as error:
-        yield wrong("temporary files", f"there is no place for them: {error.strerror}", "name one with TMPDIR")
+        yield wrong(
+            Problem.TEMPORARY_FOLDER_MISSING,
+            "temporary files",
+            f"there is no place for them: {error.strerror}",
+            "name one with TMPDIR",
+        )
         return
     free = there.f_bavail * there.f_frsize
     if free < _TEMPORARY:
         yield wrong(
-            "temporary files", f"{folder} has {as_size(free)} left", "make room there, or name another with TMPDIR"
+            Problem.TEMPORARY_FOLDER_FULL,
+            "temporary files",
+            f"{folder} has {as_size(free)} left",
+            "make room there, or name another with TMPDIR",
         )
     else:
         yield ok("temporary files", f"{as_size(free)} free in {folder}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from lockstep import _proc
 from lockstep.text import as_duration, as_size
 from lockstep.tools.doctor.checks import CheckTask
-from lockstep.tools.doctor.findings import Finding, ok, warning, wrong
+from lockstep.tools.doctor.findings import Finding, Problem, ok, warning, wrong
 
 _MIB = 1 << 20
 #: Bytes below which no checkpoint fits, and below which it soon won't.
@@ -30,13 +30,14 @@ def check_folder(task: CheckTask) -> Iterator[Finding]:
     there = nearest(folder)
     name = str(folder) if there == folder else f"{there}, where {folder.relative_to(there)} would be made,"
     if not there.is_dir():
-        yield wrong("folder", f"{there} is no folder", "name another with --folder")
+        yield wrong(Problem.NOT_A_FOLDER, "folder", f"{there} is no folder", "name another with --folder")
         return
     try:
         durations = _write(there)
         locks = _locks(there)
     except OSError as error:
         yield wrong(
+            Problem.FOLDER_NOT_WRITABLE,
             "folder",
             f"nothing can be written to {name} ({error.strerror})",
             "name another with --folder, or make room or give yourself the right there",
@@ -45,28 +46,43 @@ def check_folder(task: CheckTask) -> Iterator[Finding]:
     fs, kind = os.statvfs(there), file_system(there)
     free = fs.f_bavail * fs.f_frsize
     if free < _NONE:
-        yield wrong("folder", f"{name} has {as_size(free)} left", "make room: no checkpoint fits there")
+        yield wrong(
+            Problem.FOLDER_FULL, "folder", f"{name} has {as_size(free)} left", "make room: no checkpoint fits there"
+        )
     elif free < _LITTLE:
-        yield warning("folder", f"{name} has {as_size(free)} left", "make room: a save writes the new checkpoint "
-                      "before it removes an old one")  # fmt: skip
+        yield warning(
+            Problem.FOLDER_NEARLY_FULL,
+            "folder",
+            f"{name} has {as_size(free)} left",
+            "make room: a save writes the new checkpoint before it removes an old one",
+        )
     else:
         yield ok("folder", f"{as_size(free)} free in {name.rstrip(',')}" + (f"; {kind}" if kind else ""))
     if fs.f_files > 0 and fs.f_favail < _FEW_FILES:
-        yield warning("folder", f"{name} has room for {fs.f_favail} more files (df -i)", "remove files there")
+        yield warning(
+            Problem.FOLDER_FEW_FILES_LEFT,
+            "folder",
+            f"{name} has room for {fs.f_favail} more files (df -i)",
+            "remove files there",
+        )
     if kind in ("tmpfs", "ramfs"):
         yield warning(
-            "folder", f"{name} is in memory ({kind}): what is saved there is gone when the machine is",
+            Problem.FOLDER_IN_MEMORY, "folder",
+            f"{name} is in memory ({kind}): what is saved there is gone when the machine is",
             "name a folder on a disk with --folder",
         )  # fmt: skip
     if not locks:
         yield warning(
-            "folder", f"{name} is on a file system without locks (flock): two jobs there are not kept apart",
+            Problem.FOLDER_WITHOUT_LOCKS, "folder",
+            f"{name} is on a file system without locks (flock): two jobs there are not kept apart",
             "use another file system, or one job at a time",
         )  # fmt: skip
     took = statistics.median(durations)
     what = f"a megabyte is on the disk after {as_duration(took)} (fsync)"
     if took > _SLOW:
-        yield warning("disk", what, "save with async_save (docs/checkpoints.md), or to a faster disk")
+        yield warning(
+            Problem.DISK_SLOW, "disk", what, "save with async_save (docs/checkpoints.md), or to a faster disk"
+        )
     else:
         yield ok("disk", what)
 

@@ -15,6 +15,9 @@ from lockstep.tools.doctor.disk import file_system
 from lockstep.tools.doctor.trials import TORCH_LIMIT
 from lockstep.tools.doctor.variables import telling, without_secrets
 
+#: Facts that are nobody's business in a bug report: names and addresses.
+_OF_THIS_HOST = ("hostname", "place")
+
 
 def describe() -> str:
     """Return the text."""
@@ -41,6 +44,29 @@ def describe() -> str:
     lines += ["", "variables:" if variables else "variables: none of those that matter"]
     lines += [f"  {name}={value if value.startswith('(') else shlex.quote(value)}" for name, value in variables.items()]
     return "\n".join(lines)
+
+
+def as_json() -> dict[str, Any]:
+    """Return the same in JSON's types, without secrets; sizes are bytes."""
+    ended = child.run("lockstep.tools.doctor.torch_facts", limit=TORCH_LIMIT)
+    told: dict[str, Any] = _without_secrets(
+        {
+            "facts": {name: value for name, value in facts.collect().items() if name not in _OF_THIS_HOST},
+            "executable": sys.executable,
+            "torch": json.loads(ended.out) if ended.code == 0 else None,
+            "folder": os.getcwd(),
+            "file_system": file_system(Path.cwd()),
+        }
+    )
+    return {**told, "variables": telling()}
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_secrets(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(each) for each in value]
+    return without_secrets(value) if isinstance(value, str) else value
 
 
 def _cores(found: dict[str, Any]) -> str:

@@ -43,7 +43,7 @@ from lockstep.tools.doctor.checks import (
     check_versions,
 )
 from lockstep.tools.doctor.disk import check_folder, nearest
-from lockstep.tools.doctor.findings import Finding, wrong
+from lockstep.tools.doctor.findings import Finding, Problem, wrong
 from lockstep.tools.doctor.trials import check_job, check_torch
 from lockstep.tools.doctor.variables import check_variables
 
@@ -147,7 +147,13 @@ class _Host:
             ranks = parse_ranks(order["ranks"] or "auto", cores=machine.cores(), gpus=machine.gpus())
         except ValueError as error:
             ranks = 1
-            _say({"found": wrong("ranks", str(error), "say another number for this host: HOST:N").to_json()})
+            _say(
+                {
+                    "found": wrong(
+                        Problem.RANKS_INVALID, "ranks", str(error), "say another number for this host: HOST:N"
+                    ).to_json()
+                }
+            )
         task = CheckTask(
             ranks=ranks,
             folder=Path(order["folder"]),
@@ -163,7 +169,13 @@ class _Host:
                     _say({"found": finding.to_json()})
             except Exception as error:  # noqa: BLE001  (the other checks go on)
                 what = f"this could not be looked at: {type(error).__name__}: {error}"
-                _say({"found": wrong(name, what, "write an issue with the output of lockstep doctor --env").to_json()})
+                _say(
+                    {
+                        "found": wrong(
+                            Problem.CHECK_FAILED, name, what, "write an issue with the output of lockstep doctor --env"
+                        ).to_json()
+                    }
+                )
         return {**found, "ranks": task.ranks}
 
     # For the others ---------------------------------------------------------------------------------------------------

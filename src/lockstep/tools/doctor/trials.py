@@ -12,7 +12,7 @@ from lockstep import knobs, machine
 from lockstep.text import as_duration, as_size
 from lockstep.tools.doctor import child, facts
 from lockstep.tools.doctor.checks import CheckTask
-from lockstep.tools.doctor.findings import Finding, ok, warning, wrong
+from lockstep.tools.doctor.findings import Finding, Problem, ok, warning, wrong
 
 #: Seconds for importing torch and asking the driver, and for a job of two ranks.
 TORCH_LIMIT, JOB_LIMIT = 60.0, 90.0
@@ -28,12 +28,18 @@ def check_torch(task: CheckTask) -> Iterator[Finding]:
     ended = child.run("lockstep.tools.doctor.torch_facts", limit=TORCH_LIMIT)
     if ended.code is None:
         yield wrong(
+            Problem.TORCH_NO_ANSWER,
             "torch",
             f"torch was not imported, or the GPU's driver has not answered, within {TORCH_LIMIT:g} s",
             "try python -c 'import torch; print(torch.cuda.device_count())' there; nvidia-smi tells of the driver",
         )
     elif ended.code:
-        yield wrong("torch", f"torch can't be imported: {ended.last_words}", "install it anew, for this Python")
+        yield wrong(
+            Problem.TORCH_IMPORT_FAILED,
+            "torch",
+            f"torch can't be imported: {ended.last_words}",
+            "install it anew, for this Python",
+        )
     else:
         yield from judge_torch(json.loads(ended.out), gpus=machine.gpus({}), visible=machine.gpus(), ranks=task.ranks)
 
@@ -56,30 +62,46 @@ def judge_torch(
         yield ok("GPUs", "there is none: ranks train on the CPU")
     elif visible < gpus and not visible:
         yield warning(
-            "GPUs", f"CUDA_VISIBLE_DEVICES={env.get('CUDA_VISIBLE_DEVICES', '')!r} hides all {gpus}: ranks train on "
+            Problem.GPUS_HIDDEN, "GPUs",
+            f"CUDA_VISIBLE_DEVICES={env.get('CUDA_VISIBLE_DEVICES', '')!r} hides all {gpus}: ranks train on "
             "the CPU", "unset CUDA_VISIBLE_DEVICES",
         )  # fmt: skip
     elif gpus and not found["cuda"] and not found["rocm"]:
-        yield wrong("GPUs", f"there are {gpus}, but {build}", "install a build of torch for CUDA (pytorch.org)")
+        yield wrong(
+            Problem.TORCH_WITHOUT_CUDA,
+            "GPUs",
+            f"there are {gpus}, but {build}",
+            "install a build of torch for CUDA (pytorch.org)",
+        )
     elif not found["available"]:
         words = "; ".join(found["warnings"]) or "it does not say why"
         yield wrong(
-            "GPUs", f"there are {gpus}, but torch can't use them: {words}",
+            Problem.GPUS_UNUSABLE, "GPUs", f"there are {gpus}, but torch can't use them: {words}",
             f"compare nvidia-smi with {build}: an older driver needs a build for an older CUDA",
         )  # fmt: skip
     else:
         yield from _judge_devices(found, ranks=ranks)
         if len(devices) != visible:
-            yield warning("GPUs", f"torch sees {len(devices)} of {visible}", "see nvidia-smi for what the others do")
+            yield warning(
+                Problem.GPUS_NOT_ALL_SEEN,
+                "GPUs",
+                f"torch sees {len(devices)} of {visible}",
+                "see nvidia-smi for what the others do",
+            )
     if devices and not found["nccl"]:
-        yield wrong("NCCL", f"{build}, and comes without NCCL", "install a build with NCCL, or LOCKSTEP_BACKEND=gloo")
+        yield wrong(
+            Problem.NCCL_MISSING,
+            "NCCL",
+            f"{build}, and comes without NCCL",
+            "install a build with NCCL, or LOCKSTEP_BACKEND=gloo",
+        )
     elif devices:
         yield ok("NCCL", f"NCCL {found['nccl']}, {build}")
     backend = knobs.backend(env)
     for name in [] if backend is None else [part.split(":")[-1] for part in backend.lower().split(",")]:
         if name not in found["backends"] and (name != "mpi" or "mpi4py" not in found["backends"]):
             yield wrong(
-                "variables", f"{knobs.BACKEND}={backend}: this torch has no backend {name!r}",
+                Problem.BACKEND_UNKNOWN, "variables", f"{knobs.BACKEND}={backend}: this torch has no backend {name!r}",
                 f"say one of {', '.join(each for each in found['backends'] if each != 'fake')}, or unset it",
             )  # fmt: skip
 
@@ -94,7 +116,8 @@ def _judge_devices(found: Mapping[str, Any], *, ranks: int) -> Iterator[Finding]
         built = [each.rstrip("af") for each in found["architectures"]]
         if device["error"]:
             yield wrong(
-                "GPUs", f"{name}: {device['error']}", "end what uses it (nvidia-smi), or leave it out with "
+                Problem.GPU_FAILED, "GPUs",
+                f"{name}: {device['error']}", "end what uses it (nvidia-smi), or leave it out with "
                 "CUDA_VISIBLE_DEVICES",
             )  # fmt: skip
         elif (
@@ -106,12 +129,14 @@ def _judge_devices(found: Mapping[str, Any], *, ranks: int) -> Iterator[Finding]
             )
         ):
             yield wrong(
-                "GPUs", f"{name} has capability {major}.{minor}, for which this torch has no kernels "
+                Problem.GPU_WITHOUT_KERNELS, "GPUs",
+                f"{name} has capability {major}.{minor}, for which this torch has no kernels "
                 f"({', '.join(found['architectures'])})", "install a build of torch that has them",
             )  # fmt: skip
         elif device.get("free", device["memory"]) < device["memory"] // 2:
             yield warning(
-                "GPUs", f"{name}: {as_size(device['free'])} free of {as_size(device['memory'])}",
+                Problem.GPU_MEMORY_IN_USE, "GPUs",
+                f"{name}: {as_size(device['free'])} free of {as_size(device['memory'])}",
                 "see with nvidia-smi who uses it",
             )  # fmt: skip
         else:
@@ -121,12 +146,16 @@ def _judge_devices(found: Mapping[str, Any], *, ranks: int) -> Iterator[Finding]
     kinds = sorted({device["name"] for device in devices})
     if len(kinds) > 1:
         yield warning(
-            "GPUs", f"they differ: {', '.join(kinds)}", "ranks in step are as fast as the slowest: choose equal ones "
+            Problem.GPUS_DIFFER, "GPUs",
+            f"they differ: {', '.join(kinds)}", "ranks in step are as fast as the slowest: choose equal ones "
             "with CUDA_VISIBLE_DEVICES",
         )  # fmt: skip
     if ranks > len(devices):
         yield warning(
-            "GPUs", f"{ranks} ranks for {len(devices)}", f"start {len(devices)}: lockstep run -n {len(devices)}"
+            Problem.MORE_RANKS_THAN_GPUS,
+            "GPUs",
+            f"{ranks} ranks for {len(devices)}",
+            f"start {len(devices)}: lockstep run -n {len(devices)}",
         )
 
 
@@ -141,7 +170,12 @@ def check_job(task: CheckTask) -> Iterator[Finding]:
         ended = child.run("lockstep", "run", *options, "-m", _TRIAL, limit=JOB_LIMIT, env=env)
     job = read_job(ended)
     if isinstance(job, str):
-        yield wrong("a job", f"a job of two ranks on this machine fails: {job}", "mend this first; the rest follows")
+        yield wrong(
+            Problem.JOB_FAILED,
+            "a job",
+            f"a job of two ranks on this machine fails: {job}",
+            "mend this first; the rest follows",
+        )
     else:
         yield judge_own_job(job)
 
@@ -155,9 +189,14 @@ def judge_own_job(job: Mapping[str, Any]) -> Finding:
     (pair,) = job["pairs"]
     what = f"two ranks average {_speed(pair)}, over {job['backend']}"
     if not pair["right"]:
-        return wrong("a job", f"two ranks average wrong numbers over {job['backend']}", _REPORT)
+        return wrong(Problem.WRONG_AVERAGE, "a job", f"two ranks average wrong numbers over {job['backend']}", _REPORT)
     if pair["few"] > _FEW or pair["bytes"] / pair["many"] < _RATE:
-        return warning("a job", what, "see with top who else uses the cores: ranks wait for each other in each step")
+        return warning(
+            Problem.JOB_SLOW,
+            "a job",
+            what,
+            "see with top who else uses the cores: ranks wait for each other in each step",
+        )
     return ok("a job", what)
 
 
@@ -219,13 +258,24 @@ def judge_job(job: Mapping[str, Any], names: list[str]) -> Iterator[Finding]:
         what = f"{first} and {second} average {_speed(pair)}, over {job['backend']}"
         rate = pair["bytes"] / pair["many"]
         if not pair["right"]:
-            yield wrong("a job", f"{first} and {second} average wrong numbers over {job['backend']}", _REPORT)
+            yield wrong(
+                Problem.WRONG_AVERAGE,
+                "a job",
+                f"{first} and {second} average wrong numbers over {job['backend']}",
+                _REPORT,
+            )
         elif rate < _LINK or pair["few"] > _FAR:
             yield warning(
-                "a job", what, "see which device and route they take (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); for a "
+                Problem.LINK_SLOW, "a job",
+                what, "see which device and route they take (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); for a "
                 "link that is no faster, docs/local_steps.md",
             )  # fmt: skip
         elif usual * _ODD < 1 / rate:
-            yield warning("a job", f"{what}: slower than other pairs", "see which device and route these two take")
+            yield warning(
+                Problem.LINK_SLOWER_THAN_OTHERS,
+                "a job",
+                f"{what}: slower than other pairs",
+                "see which device and route these two take",
+            )
         else:
             yield ok("a job", what)

@@ -12,7 +12,7 @@ from lockstep import knobs
 from lockstep.errors import EnvironmentMismatch
 from lockstep.identity import Identity
 from lockstep.schedulers.place import node, rank_variables
-from lockstep.tools.doctor.findings import Finding, ok, warning, wrong
+from lockstep.tools.doctor.findings import Finding, Problem, ok, warning, wrong
 
 _OURS = "LOCKSTEP_"
 #: Variables that describe a rank: a launcher sets them for its ranks, and a shell should not have them.
@@ -45,9 +45,11 @@ def check_own(env: Mapping[str, str]) -> Iterator[Finding]:
     for name in sorted(name for name in env if name.startswith(_OURS) and name not in known):
         close = difflib.get_close_matches(name, known - set(knobs.OF_A_RANK), 1)
         advice = f"say {close[0]}, or unset it" if close else "unset it; docs/guide.md has those that there are"
-        yield warning("variables", f"{name} is no variable of lockstep, and does nothing", advice)
+        yield warning(
+            Problem.VARIABLE_UNKNOWN, "variables", f"{name} is no variable of lockstep, and does nothing", advice
+        )
     for text in knobs.bad_values(env):
-        yield wrong("variables", text, "set it so, or unset it")
+        yield wrong(Problem.VARIABLE_INVALID, "variables", text, "set it so, or unset it")
     try:
         limit = knobs.timeout(env)
     except EnvironmentMismatch:
@@ -55,6 +57,7 @@ def check_own(env: Mapping[str, str]) -> Iterator[Finding]:
     else:
         if limit < _SHORT:
             yield warning(
+                Problem.TIMEOUT_SHORT,
                 "variables",
                 f"{knobs.TIMEOUT}={env[knobs.TIMEOUT]} ends a job as soon as a rank is {limit:g} s late, as in a save "
                 "or a first step",
@@ -63,6 +66,7 @@ def check_own(env: Mapping[str, str]) -> Iterator[Finding]:
     left = [name for name in knobs.OF_A_RANK if env.get(name)]
     if left:
         yield wrong(
+            Problem.VARIABLES_OF_A_RANK,
             "variables",
             f"{', '.join(left)} {'is' if len(left) == 1 else 'are'} set, which the launcher sets for its ranks alone: "
             "this shell was started by a rank, or its environment was copied from one",
@@ -76,7 +80,12 @@ def _leftovers(env: Mapping[str, str]) -> Iterator[Finding]:
         scheduler = node(env)
         tasks = rank_variables(env)
     except EnvironmentMismatch as error:
-        yield wrong("variables", str(error), "see docs/many_machines.md for what is read of which scheduler")
+        yield wrong(
+            Problem.SCHEDULER_VARIABLES_INVALID,
+            "variables",
+            str(error),
+            "see docs/many_machines.md for what is read of which scheduler",
+        )
         return
     if scheduler is not None or tasks:
         return  # a scheduler has started this
@@ -88,10 +97,11 @@ def _leftovers(env: Mapping[str, str]) -> Iterator[Finding]:
     try:
         place = Identity.from_environment(env)
     except EnvironmentMismatch as error:
-        yield wrong("variables", f"{said}: {error}", advice)
+        yield wrong(Problem.PLACE_VARIABLES_INVALID, "variables", f"{said}: {error}", advice)
         return
     if place.launched:
         yield wrong(
+            Problem.PLACE_VARIABLES_LEFT,
             "variables",
             f"{said} are left over: python train.py would take itself for rank {place.rank} of {place.world_size}"
             + (", and wait for the others" if place.world_size > 1 else ""),
@@ -99,7 +109,10 @@ def _leftovers(env: Mapping[str, str]) -> Iterator[Finding]:
         )
     else:
         yield warning(
-            "variables", f"{said}: left over, and read by programs that open a process group themselves", advice
+            Problem.MASTER_VARIABLES_LEFT,
+            "variables",
+            f"{said}: left over, and read by programs that open a process group themselves",
+            advice,
         )
 
 
@@ -109,6 +122,7 @@ def _devices(env: Mapping[str, str]) -> Iterator[Finding]:
     missing = [name for name in wanted.split(",") if name and name not in there]
     if missing:
         yield wrong(
+            Problem.NETWORK_DEVICE_MISSING,
             "variables",
             f"GLOO_SOCKET_IFNAME={wanted}: there is no network device {', '.join(missing)} here",
             f"name one of {', '.join(there)}, or unset it",
@@ -119,6 +133,7 @@ def _devices(env: Mapping[str, str]) -> Iterator[Finding]:
         exact = wanted.startswith("=")
         if not any(device == name if exact else device.startswith(name) for device in there for name in names):
             yield wrong(
+                Problem.NETWORK_DEVICE_MISSING,
                 "variables",
                 f"NCCL_SOCKET_IFNAME={wanted}: no network device here is named so",
                 f"name one of {', '.join(there)}, or unset it",
@@ -129,7 +144,10 @@ def _switches(env: Mapping[str, str]) -> Iterator[Finding]:
     for name, value, what in _COSTLY:
         if env.get(name, "").upper() == value.upper():
             yield warning(
-                "variables", f"{name}={env[name]} {what}", f"unset {name}, unless you are looking for a fault"
+                Problem.SWITCH_COSTLY,
+                "variables",
+                f"{name}={env[name]} {what}",
+                f"unset {name}, unless you are looking for a fault",
             )
 
 

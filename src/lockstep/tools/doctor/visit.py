@@ -30,7 +30,7 @@ from lockstep.remote.ssh import (
 )
 from lockstep.rendezvous.messages import DEFAULT_PORT
 from lockstep.tools.doctor import between, child, trials
-from lockstep.tools.doctor.findings import Finding, Level, warning, wrong
+from lockstep.tools.doctor.findings import Finding, Level, Problem, warning, wrong
 from lockstep.tools.doctor.hosted import CONNECT, logs_of
 from lockstep.tools.doctor.variables import check_own
 from lockstep.version import __version__
@@ -149,7 +149,9 @@ def look_at(hosts: Sequence[Host], asked: VisitOptions) -> Report:
             report.between += _look_between(party, folder=folder, quick=asked.quick)
         elif several:
             what = "too few hosts were reached for a look at what lies between them"
-            report.between.append(warning("ways", what, "mend what is wrong with the others first"))
+            report.between.append(
+                warning(Problem.HOSTS_TOO_FEW, "ways", what, "mend what is wrong with the others first")
+            )
     return report
 
 
@@ -166,7 +168,7 @@ def _open(hosts: Sequence[Host], report: Report, undo: ExitStack) -> Iterator[_V
         try:
             address = address_of(host)
         except LaunchError as error:
-            visited.findings.append(wrong("ssh", str(error), _ADVICE_NAME))
+            visited.findings.append(wrong(Problem.HOST_NAME_UNKNOWN, "ssh", str(error), _ADVICE_NAME))
             continue
         connection = Connection(host, by_ssh(host, line))
         undo.callback(connection.close)
@@ -220,11 +222,13 @@ class _Party:
         for visit in self.there:
             greeting = visit.connection.frames.greeting
             if greeting is None:
-                finding = wrong("ssh", f"no answer within {_REACH:g} s", _advice("timed out", visit.name))
+                finding = wrong(
+                    Problem.HOST_NO_ANSWER, "ssh", f"no answer within {_REACH:g} s", _advice("timed out", visit.name)
+                )
                 visit.lose(finding)
             elif greeting.version != __version__:
                 what = f"lockstep {greeting.version} is there, and {__version__} here"
-                visit.lose(wrong("versions", what, "install the same version"))
+                visit.lose(wrong(Problem.LOCKSTEP_DIFFERS, "versions", what, "install the same version"))
 
     def ask(self, orders: dict[_Visit, dict[str, Any]], *, limit: float = _ASK) -> dict[_Visit, Any]:
         """Ask some of them something, and return the answers of those that have one.
@@ -242,11 +246,20 @@ class _Party:
             if visit.answer is None:
                 if visit.there:
                     what = f"no answer within {limit:g} s, while it looked at {visit.at}"
-                    visit.lose(wrong(visit.at, what, "look there by hand: a disk, a driver or the network hangs"))
+                    visit.lose(
+                        wrong(
+                            Problem.CHECK_NO_ANSWER,
+                            visit.at,
+                            what,
+                            "look there by hand: a disk, a driver or the network hangs",
+                        )
+                    )
             elif "error" in visit.answer:
                 what = f"this could not be asked: {visit.answer['error']}"
                 visit.visited.findings.append(
-                    wrong(visit.at, what, "write an issue with the output of lockstep doctor --env")
+                    wrong(
+                        Problem.CHECK_FAILED, visit.at, what, "write an issue with the output of lockstep doctor --env"
+                    )
                 )
             else:
                 answers[visit] = visit.answer["is"]
@@ -290,11 +303,22 @@ class _Party:
         words, code = visit.connection.why(), visit.connection.process.poll()
         if visit.connection.frames.greeting is not None:
             what = f"it has ended while it looked at {visit.at}: {words}"
-            visit.lose(wrong("ssh", what, "see what ended it there (dmesg: out of memory?), or the connection"))
+            visit.lose(
+                wrong(
+                    Problem.HOST_LOST, "ssh", what, "see what ended it there (dmesg: out of memory?), or the connection"
+                )
+            )
         elif code in (None, 255):
-            visit.lose(wrong("ssh", f"it can't be reached: {words}", _advice(words, visit.name)))
+            visit.lose(wrong(Problem.SSH_FAILED, "ssh", f"it can't be reached: {words}", _advice(words, visit.name)))
         else:
-            visit.lose(wrong("ssh", f"lockstep can't be started there: {words}", _advice(words, visit.name)))
+            visit.lose(
+                wrong(
+                    Problem.LOCKSTEP_NOT_STARTED,
+                    "ssh",
+                    f"lockstep can't be started there: {words}",
+                    _advice(words, visit.name),
+                )
+            )
 
 
 # What lies between them ----------------------------------------------------------------------------------------------
@@ -311,7 +335,9 @@ def _look_between(party: _Party, *, folder: str, quick: bool) -> Iterator[Findin
     if quick:
         return
     if not reached:
-        yield warning("a job", "not tried, since not all hosts reach each other", "mend that first")
+        yield warning(
+            Problem.JOB_NOT_TRIED, "a job", "not tried, since not all hosts reach each other", "mend that first"
+        )
         return
     yield from _try_job(party)
 
@@ -343,7 +369,7 @@ def _look_at_ways(party: _Party) -> Iterator[Finding]:
         hosts = [visit.connection.host for visit in visits]
         meeting_place(hosts, [visit.address for visit in visits], visits[0].port)
     except LaunchError as error:
-        yield wrong("ways", str(error), "see HostName in ~/.ssh/config, and /etc/hosts")
+        yield wrong(Problem.NO_MEETING_PLACE, "ways", str(error), "see HostName in ~/.ssh/config, and /etc/hosts")
         return
     tokens = {visit: secrets.token_hex(16) for visit in visits}
     ports = party.ask(
@@ -389,7 +415,12 @@ def _try_job(party: _Party) -> Iterator[Finding]:
     job = trials.read_job(party.during(lambda: trials.job_on_hosts(",".join(names), logs=logs)))
     if isinstance(job, str):
         what = f"a job of one rank on each host fails: {job}"
-        yield wrong("a job", what, "mend what is wrong above; then try lockstep run --hosts with a small program")
+        yield wrong(
+            Problem.JOB_FAILED,
+            "a job",
+            what,
+            "mend what is wrong above; then try lockstep run --hosts with a small program",
+        )
         return
     places = {visit.name: visit.visited.facts["place"] for visit in visits}
     yield from trials.judge_job(job, between.name_ranks(job["places"], places))

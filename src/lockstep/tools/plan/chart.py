@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from lockstep.job.useful import amount
 from lockstep.text import as_duration, counted, in_columns
 from lockstep.tools.plan.plan import Plan, Point
 
@@ -27,7 +28,8 @@ def describe(plan: Plan, points: Sequence[Point]) -> str:
 def _table(points: Sequence[Point]) -> list[str]:
     has_samples = any(point.samples_per_second for point in points)
     head = ["ranks", "hosts", "step", "computing", "stragglers", "copies", "network", "all-reduce", "efficiency"]
-    rows = [[*head, *(["samples/s"] if has_samples else [])]]
+    has_price = any(point.cost_of_1000_steps is not None for point in points)
+    rows = [[*head, *(["samples/s"] if has_samples else []), *(["1,000 steps cost"] if has_price else [])]]
     for point in points:
         row = [f"{point.ranks:,}", f"{point.hosts:,}", as_duration(point.step), as_duration(point.computing)]
         row += [as_duration(part) if part else "-" for part in (point.stragglers, point.handling, point.network)]
@@ -35,6 +37,8 @@ def _table(points: Sequence[Point]) -> list[str]:
         row.append(f"{point.efficiency:.0%}")
         if has_samples:
             row.append(f"{point.samples_per_second:,.0f}" if point.samples_per_second else "-")
+        if has_price:
+            row.append(amount(point.cost_of_1000_steps or 0.0))
         rows.append(row)
     return in_columns(rows)
 

@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from lockstep.job.useful import cost_of
 from lockstep.runs import trace as traces
 from lockstep.runs.history import Run, UnknownRun
 from lockstep.text import as_duration, as_size, counted, joined
@@ -153,6 +154,8 @@ class Setting:
     overlaps: bool | None = None
     #: The properties of the link between hosts that were not given.
     guessed: tuple[str, ...] = ()
+    #: Of a node and an hour; None: not known.
+    price: float | None = None
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,8 @@ class Point:
     samples_per_second: float | None
     #: Samples a second, against as many single ranks.
     efficiency: float
+    #: What a thousand steps cost on these hosts; None: there is no price.
+    cost_of_1000_steps: float | None = None
 
 
 class Slowest:
@@ -241,6 +246,9 @@ class Plan:
             **step,
             samples_per_second=samples / step["step"] if samples else None,
             efficiency=alone["step"] / growth / step["step"],
+            cost_of_1000_steps=None
+            if self.setting.price is None
+            else cost_of(1000 * step["step"], nodes=step["hosts"], price=self.setting.price),
         )
 
     @cached_property
@@ -356,6 +364,8 @@ class Plan:
             if setting.cores is None
             else f"a host has {setting.cores} cores, which the threads of its ranks share evenly"
         )
+        if setting.price is not None:
+            said.append(f"a host costs {setting.price:g}/h, also one that is not full of ranks")
         if recorded.waiting > _OTHER * recorded.step:
             said.append(f"left out: other collectives, for which a step waited {as_duration(recorded.waiting)}")
         return said

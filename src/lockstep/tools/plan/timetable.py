@@ -30,6 +30,8 @@ _NS = 1e-9
 class NoTimetable(LockstepError):
     """A trace tells nothing that a plan could be made of; the message says why, and may be empty."""
 
+    code = "no-timetable"
+
 
 @dataclass(frozen=True)
 class Timetable:

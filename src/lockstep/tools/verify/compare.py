@@ -39,7 +39,6 @@ samples, so that a mean over something else than samples moves the loss by a tho
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +46,7 @@ from functools import cached_property
 
 import numpy as np
 
+from lockstep.codes import CodedEnum
 from lockstep.text import counted, joined, listed
 from lockstep.tools.verify.records import Array, Loss, Observation, StepNote
 
@@ -61,23 +61,23 @@ FACTOR_SEEN, _SAMPLE_STEPS = 8.0, 5
 _HALF = 0.5
 
 
-class FindingKind(enum.Enum):
+class FindingKind(CodedEnum):
     """What a verification finds."""
 
-    BITS = "equal bits"
-    ROUNDING = "equal within rounding"
-    DIFFERENT = "different"
+    BITS = "equal bits", "equal-bits"
+    ROUNDING = "equal within rounding", "equal-within-rounding"
+    DIFFERENT = "different", "different"
 
 
-class Stage(enum.Enum):
+class Stage(CodedEnum):
     """Where in a step runs begin to differ."""
 
-    START = "the parameters before the first step"
-    APART = "the parameters of the ranks among themselves"
-    GRADIENT = "a gradient"
-    UPDATE = "what the optimizer made of equal gradients"
-    COUNT = "the number of steps"
-    LAYOUT = "the parameters that the optimizer holds"
+    START = "the parameters before the first step", "differs-at-start"
+    APART = "the parameters of the ranks among themselves", "differs-between-ranks"
+    GRADIENT = "a gradient", "differs-in-gradient"
+    UPDATE = "what the optimizer made of equal gradients", "differs-in-update"
+    COUNT = "the number of steps", "differs-in-step-count"
+    LAYOUT = "the parameters that the optimizer holds", "differs-in-layout"
 
 
 @dataclass(frozen=True)

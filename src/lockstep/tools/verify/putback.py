@@ -53,6 +53,8 @@ _MOST = 20_000
 class TooLarge(LockstepError):
     """The script is about to change a file of which the disk holds no copy."""
 
+    code = "too-large-to-put-back"
+
 
 # In a rank ------------------------------------------------------------------------------------------------------------
 

@@ -15,13 +15,13 @@ do not.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from lockstep.codes import CodedEnum
 from lockstep.text import counted, joined, listed
 from lockstep.tools.verify.compare import (
     Distance,
@@ -43,33 +43,33 @@ _LEAST_OUTPUT = 3e-5
 _SUM = 1e-5
 
 
-class Cause(enum.Enum):
+class Cause(CodedEnum):
     """What makes N ranks train something else than one."""
 
-    UNSEEDED = "random numbers without a seed"
-    OPERATION = "an operation that is not deterministic"
-    START = "first parameters that depend on the number of ranks"
-    OUTSIDE = "a parameter outside the replica"
-    BATCH_PER_RANK = "a batch size per rank"
-    DATA = "data that depends on the rank"
-    APART = "random numbers drawn apart"
-    PER_RANK = "random numbers drawn per rank"
-    DROPOUT = "dropout per rank"
-    BATCH_NORM = "plain batch norm"
-    MIXED = "samples mixed within each rank's part"
-    STATISTICS = "statistics of each rank's part of the batch"
-    PADDED = "samples padded to the longest of each rank's part"
-    TOGETHER = "samples that depend on each other"
-    SUM = "a loss that is a sum, or divided by the number of ranks"
-    LOSS = "a loss that is no mean over samples"
-    GATHERED = "a loss over what is gathered from all ranks"
-    WEIGHTS = "ranks of unequal batches that count alike"
-    SCALE = "gradients that are scaled by the number of ranks"
-    OPTIMIZER = "options of the optimizer that depend on the number of ranks"
-    OPTIONS = "options of the optimizer that differ between the ranks"
-    ALONE = "a step that is not the same on all ranks"
-    LAYOUT = "other parameters in the optimizer"
-    UNKNOWN = "unknown"
+    UNSEEDED = "random numbers without a seed", "unseeded"
+    OPERATION = "an operation that is not deterministic", "nondeterministic-operation"
+    START = "first parameters that depend on the number of ranks", "first-parameters-by-rank-count"
+    OUTSIDE = "a parameter outside the replica", "parameter-outside-replica"
+    BATCH_PER_RANK = "a batch size per rank", "batch-per-rank"
+    DATA = "data that depends on the rank", "data-by-rank"
+    APART = "random numbers drawn apart", "random-numbers-apart"
+    PER_RANK = "random numbers drawn per rank", "random-numbers-per-rank"
+    DROPOUT = "dropout per rank", "dropout-per-rank"
+    BATCH_NORM = "plain batch norm", "batch-norm-per-rank"
+    MIXED = "samples mixed within each rank's part", "samples-mixed-per-rank"
+    STATISTICS = "statistics of each rank's part of the batch", "statistics-per-rank"
+    PADDED = "samples padded to the longest of each rank's part", "padded-per-rank"
+    TOGETHER = "samples that depend on each other", "samples-depend-on-each-other"
+    SUM = "a loss that is a sum, or divided by the number of ranks", "loss-is-sum"
+    LOSS = "a loss that is no mean over samples", "loss-not-mean-over-samples"
+    GATHERED = "a loss over what is gathered from all ranks", "loss-over-gathered"
+    WEIGHTS = "ranks of unequal batches that count alike", "unequal-batches-alike"
+    SCALE = "gradients that are scaled by the number of ranks", "gradients-scaled"
+    OPTIMIZER = "options of the optimizer that depend on the number of ranks", "optimizer-options-by-rank-count"
+    OPTIONS = "options of the optimizer that differ between the ranks", "optimizer-options-by-rank"
+    ALONE = "a step that is not the same on all ranks", "step-not-on-all-ranks"
+    LAYOUT = "other parameters in the optimizer", "other-parameters"
+    UNKNOWN = "unknown", "cause-unknown"
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ def as_json(result: Result) -> dict[str, Any]:
     return {
         "version": VERSION,
         "verdict": result.kind.value,
+        "code": result.kind.code,
         "program": result.asked.program.words,
         "steps": result.steps,
         "threads": result.threads,
@@ -119,7 +120,7 @@ def _verdict(judgement: Judgement) -> str:
 def _what(contrast: Contrast) -> str:
     judgement, difference = contrast.judgement, contrast.difference
     if judgement.stage is Stage.LAYOUT:
-        return Stage.LAYOUT.value
+        return str(Stage.LAYOUT.value)
     if judgement.stage is Stage.COUNT:
         taken = difference.other.steps_of_ranks
         steps = joined(taken[:1] if len({*taken}) == 1 else taken)
@@ -183,15 +184,23 @@ def _contrast_as_json(contrast: Contrast) -> dict[str, Any]:
     return {
         "ranks": contrast.ranks,
         "verdict": judgement.kind.value,
+        "code": judgement.kind.code,
         "first_step": judgement.step,
         "stage": None if judgement.stage is None else judgement.stage.value,
+        "stage_code": None if judgement.stage is None else judgement.stage.code,
         "parameter": _name(contrast) if named else None,
         "relative_difference": _finite(judgement.relative) if named else None,
         "largest_difference": _finite(judgement.most) if named else None,
         "explained_by_rounding": _finite(judgement.allowed) if named else None,
         "conclusive_until": judgement.conclusive,
         "reasons": [
-            {"cause": each.cause.value, "sure": each.sure, "evidence": each.evidence, "advice": each.advice}
+            {
+                "cause": each.cause.value,
+                "code": each.cause.code,
+                "sure": each.sure,
+                "evidence": each.evidence,
+                "advice": each.advice,
+            }
             for each in contrast.reasons
         ],
         "remarks": contrast.remarks,

@@ -45,6 +45,8 @@ _BYTES = 4
 class CannotVerify(LockstepError):
     """A run failed, or took no step, so that there is nothing to compare."""
 
+    code = "cannot-verify"
+
 
 @dataclass(frozen=True)
 class VerifyOptions:

@@ -262,11 +262,16 @@ class World:
         """
         if samples is None:
             self._in_hand.refuse_contested("World.mean() without samples=")
-            if self.share is None:
-                self._warn_after_a_loop()
         count = samples if samples is not None else 1 if self.share is None else self.share.local_samples
         if count < 0:
             raise ValueError(f"samples={count}: expected 0 or more")
+        mean = self._mean(value, count)
+        if samples is None and self.share is None:  # (Where warnings are errors, no rank waits for another any more.)
+            self._warn_after_a_loop()
+        return mean
+
+    def _mean(self, value: float | torch.Tensor, count: float) -> Any:
+        """**Collective.** Do as :meth:`mean` for a value that counts as ``count`` samples."""
         if isinstance(value, torch.Tensor) and value.numel() != 1:
             return self._mean_of_elements(value.detach(), float(count))
         own = float(value.detach() if isinstance(value, torch.Tensor) else value)

@@ -29,6 +29,7 @@ from lockstep.identity import Identity, place
 from lockstep.job.trace import EventWriter
 from lockstep.launch.ports import free_port
 from tests.harness import collect_outcomes, run_ranks
+from tests.launching import start
 
 pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
 
@@ -744,3 +745,20 @@ def test_what_rank_0_alone_starts_is_told_at_once_that_it_is_no_rank() -> None:
         assert outcome.error == "EnvironmentMismatch"
         assert "rank 0 (process " in str(outcome.message)
         assert "is not the process that the launcher started but a child of it" in str(outcome.message)
+
+
+_WHICH_BACKEND = """
+import torch.distributed as dist
+import lockstep
+world = lockstep.init()
+print(dist.get_backend(), world.all_reduce(1))
+"""
+
+
+def test_a_variable_that_asks_torch_for_torchcomms_leaves_shm_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_WHICH_BACKEND)
+    argv = ["lockstep", "run", "-n", "2", "train.py"]
+    # torch (2.14 and newer) reads it when it is imported.
+    with start(argv, tmp_path, torch=True, cold=True, TORCH_DISTRIBUTED_USE_TORCHCOMMS="1") as job:
+        done = job.finish()
+    assert (done.code, done.out) == (0, "shm 2\n"), done

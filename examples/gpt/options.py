@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str]) -> Options:
     )
     model = parser.add_argument_group("text and model").add_argument
     model("--text", type=Path, metavar="FILE", help="a text to learn from instead of Python's help")
-    model("--vocabulary", type=int, default=512, help="tokens, of which 256 are the bytes")
+    model("--vocabulary", type=int, default=1024, help="tokens, of which 256 are the bytes")
     model("--context", type=int, default=64, help="tokens that the model looks back at")
     model("--width", type=int, default=128)
     model("--layers", type=int, default=4)
@@ -61,12 +61,10 @@ def parse(arguments: Sequence[str]) -> Options:
     model("--dropout", type=float, default=0.05)
     train = parser.add_argument_group("training").add_argument
     train("--epochs", type=int, default=10, help="passes over the text")
-    train("-b", "--batch-size", type=int, default=16, help="windows in the global batch, over all ranks")
+    train("-b", "--batch-size", type=int, default=32, help="windows in the global batch, over all ranks")
     train("--slices", type=int, default=8, help="parts that each batch is cut into, on any number of ranks")
-    train("--lr", type=float, default=2e-3, help="AdamW's highest learning rate")
-    train(
-        "--warmup-steps", type=int, default=100, help="steps in which the learning rate grows; then it falls (cosine)"
-    )
+    train("--lr", type=float, default=3e-3, help="AdamW's highest learning rate")
+    train("--warmup-steps", type=int, default=50, help="steps in which the learning rate grows; then it falls (cosine)")
     train("--clip", type=float, default=1.0, help="norm that longer gradients are scaled down to")
     train("--seed", type=int, default=0, help="of weights, order, dropout, and what the model writes")
     run = parser.add_argument_group("the run").add_argument

@@ -31,10 +31,17 @@ def build(options: Options, classes: int) -> nn.Module:
 
 
 def fcn_small(width: int, classes: int, *, aux: bool) -> nn.Module:
-    """Return torchvision's FCN on a network of four stages, which looks at 1/8 of the resolution."""
+    """Return torchvision's FCN on a network of four stages, which looks at 1/8 of the resolution.
+
+    Without dropout, which a small network does not need: with ``--norm group`` any number of replicas then trains the
+    same.
+    """
     fcn = require("torchvision.models.segmentation.fcn")
     head = fcn.FCNHead
     model: nn.Module = fcn.FCN(Backbone(width), head(8 * width, classes), head(4 * width, classes) if aux else None)
+    for layer in model.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
     return model
 
 

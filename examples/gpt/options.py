@@ -61,7 +61,7 @@ def parse(arguments: Sequence[str]) -> Options:
     model("--dropout", type=float, default=0.05)
     train = parser.add_argument_group("training").add_argument
     train("--epochs", type=int, default=10, help="passes over the text")
-    train("-b", "--batch-size", type=int, default=32, help="windows in the global batch, over all ranks")
+    train("-b", "--batch-size", type=int, default=16, help="windows in the global batch, over all ranks")
     train("--slices", type=int, default=8, help="parts that each batch is cut into, on any number of ranks")
     train("--lr", type=float, default=3e-3, help="AdamW's highest learning rate")
     train("--warmup-steps", type=int, default=50, help="steps in which the learning rate grows; then it falls (cosine)")

@@ -52,13 +52,15 @@ class Block(nn.Module):
     def forward(self, stream: Tensor) -> Tensor:
         stream = stream + self.dropout(self.attend(self.norm_of_attention(stream)))
         inner = nn.functional.gelu(self.up(self.norm_of_layers(stream)))
-        return stream + self.dropout(self.down(inner))
+        added: Tensor = stream + self.dropout(self.down(inner))
+        return added
 
     def attend(self, stream: Tensor) -> Tensor:
         """Mix each place with those before it."""
         batch, time, width = stream.shape
         heads = self.qkv(stream).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = scaled_dot_product_attention(*heads.unbind(0), is_causal=True)
+        queries, keys, values = heads.unbind(0)
+        mixed = scaled_dot_product_attention(queries, keys, values, is_causal=True)
         attended: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, time, width))
         return attended
 

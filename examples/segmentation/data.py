@@ -45,11 +45,11 @@ def load(world: lockstep.World, options: Options) -> Data:
     train, test = datasets(options)
     if len(train) < options.batch_size:
         raise SystemExit(f"--batch-size {options.batch_size}: there are {len(train)} pictures to train on")
-    if options.data is None:
-        classes, at_once = CLASSES, _TEST_BATCH
-    else:
-        # One on each rank: beside others they would be padded, and what is seen near their edges would change.
-        classes, at_once = VOC if options.classes == len(VOC) else tuple(map(str, range(options.classes))), 1
+    classes: tuple[str, ...] = CLASSES
+    at_once = _TEST_BATCH
+    if options.data is not None:
+        classes = VOC if options.classes == len(VOC) else tuple(map(str, range(options.classes)))
+        at_once = 1  # on each rank: real pictures have different sizes, and padding would change what is seen at edges
     return Data(
         classes,
         # The last pictures of an epoch are left out if they are no full batch, as in torchvision's recipe: a rank with

@@ -31,7 +31,7 @@ def build(options: Options, classes: int) -> nn.Module:
 
 
 def fcn_small(width: int, classes: int, *, aux: bool) -> nn.Module:
-    """Return torchvision's FCN on a network of four stages, which looks at 1/8 of the resolution.
+    """Return torchvision's FCN on a network of four stages, which works at 1/4 of the resolution.
 
     Without dropout, which a small network does not need: with ``--norm group`` any number of replicas then trains the
     same.
@@ -46,15 +46,15 @@ def fcn_small(width: int, classes: int, *, aux: bool) -> nn.Module:
 
 
 class Backbone(nn.Module):
-    """float [n, 3, height, width] -> maps at 1/8 of the resolution: "out" of 8 width channels, "aux" of 4 width."""
+    """float [n, 3, height, width] -> maps at 1/4 of the resolution: "out" of 8 width channels, "aux" of 4 width."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.stem = _convolved(3, width, stride=2)
         self.stage1 = _convolved(width, 2 * width, stride=2)
-        self.stage2 = _convolved(2 * width, 4 * width, stride=2)
-        # Dilated, as in torchvision's: it looks further around without a lower resolution.
-        self.stage3 = _convolved(4 * width, 8 * width, dilation=2)
+        # Dilated, as in torchvision's: they look further around without a lower resolution.
+        self.stage2 = _convolved(2 * width, 4 * width, dilation=2)
+        self.stage3 = _convolved(4 * width, 8 * width, dilation=4)
 
     def forward(self, pictures: Tensor) -> dict[str, Tensor]:
         maps = self.stage2(self.stage1(self.stem(pictures)))

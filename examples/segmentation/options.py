@@ -82,7 +82,7 @@ def _add_data(add: Any) -> None:
     add("--data", type=Path, metavar="FOLDER", help="real pictures: JPEGImages/, SegmentationClass/ and "
         "ImageSets/Segmentation/{train,val}.txt, as Pascal VOC has them; left out: shapes that are drawn")  # fmt: skip
     add("--classes", type=int, default=21, help="with --data: classes in the masks, the background among them")
-    add("--pictures", type=int, default=1024, help="without --data: pictures to draw and train on")
+    add("--pictures", type=int, default=2048, help="without --data: pictures to draw and train on")
     add("--test-pictures", type=int, default=200, help="without --data: pictures to test on, the same for every seed")
     add("--size", type=int, default=64, help="without --data: pixels of their sides")
     add("--base-size", type=int, default=520, help="with --data: pixels of the shorter side in a test; in training "
@@ -105,8 +105,8 @@ def _add_training(add: Any) -> None:
     add("--norm", choices=("batch", "sync", "group"), default="batch", help="statistics of each replica's batch (with "
         "--slices: of each slice), of the batch of all ranks, or none of a batch (group norms)")  # fmt: skip
     add("--no-aux-loss", action="store_false", dest="aux_loss", help="leave out the loss of the auxiliary classifier")
-    add("--epochs", type=int, default=12, help="passes over the training pictures")
-    add("-b", "--batch-size", type=int, default=32, help="global batch, over all replicas")
+    add("--epochs", type=int, default=20, help="passes over the training pictures")
+    add("-b", "--batch-size", type=int, default=16, help="global batch, over all replicas")
     add("--slices", type=int, default=0, help="cut each batch into so many parts, for the same bits on any number of "
         "ranks; 0: each replica has one part")  # fmt: skip
     add("--lr", type=float, default=0.1, help="SGD's learning rate; ten times as much for the auxiliary classifier "

@@ -44,21 +44,21 @@ class Shapes(Dataset[tuple[Tensor, Tensor]]):
 
 
 def draw(size: int, generator: np.random.Generator) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Return a picture of one to four shapes, later ones over earlier, and its mask."""
+    """Return a picture of one to three shapes, later ones over earlier, and its mask."""
     y, x = np.mgrid[:size, :size] + 0.5
     picture = np.empty((3, size, size))
     picture[:] = generator.uniform(0, 255, (3, 1, 1))
     picture += generator.uniform(-60, 60, (3, 1, 1)) * (x / size - 0.5)
     mask = np.zeros((size, size), np.uint8)
-    for _ in range(generator.integers(1, 5)):
+    for _ in range(generator.integers(1, 4)):
         kind = int(generator.integers(1, len(CLASSES)))
-        radius = generator.uniform(0.12, 0.25) * size
+        radius = generator.uniform(0.16, 0.3) * size
         centre = generator.uniform(0.15 * size, 0.85 * size, 2)
         inside = depth(kind, x - centre[0], y - centre[1], radius, turn=generator.uniform(0, 2 * np.pi))
         picture[:, inside > 0] = generator.uniform(0, 255, (3, 1))
         mask[inside > 0] = kind
         mask[np.abs(inside) < _BAND] = IGNORED
-    picture += generator.normal(0, 12, picture.shape)
+    picture += generator.normal(0, 8, picture.shape)
     return np.clip(picture, 0, 255).astype(np.uint8), mask
 
 

@@ -120,11 +120,24 @@ def voc(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.fromarray(draw.integers(0, 255, (height, width, 3)).astype(np.uint8)).save(
             folder / f"JPEGImages/{name}.jpg"
         )
-        mask = draw.choice([0, 1, 15, 255], (height, width)).tolist()
+        few = number < 2  # pixels that count
+        mask = draw.choice([0, 1, 15, 255], (height, width), p=[0.02, 0.02, 0.01, 0.95] if few else None).tolist()
         write_mask(folder / f"SegmentationClass/{name}.png", mask)
     (folder / "ImageSets/Segmentation/train.txt").write_text("\n".join(names[:4]) + "\n")
     (folder / "ImageSets/Segmentation/val.txt").write_text("\n".join(names[3:]) + "\n")
     return folder
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("ddp", 2), ("dp --gpus cpu,cpu", 1)])
+def test_the_loss_is_the_mean_over_the_pixels_of_all_ranks(tmp_path: Path, voc: Path, mode: str, ranks: int) -> None:
+    """Also where one rank has twenty times as many that count as the other."""
+    options = [
+        *PLAIN, "--data", str(voc), "--batch-size", "4", "--epochs", "5", "--base-size", "24", "--crop-size", "24",
+    ]  # fmt: skip
+    (one,) = run_ranks(_train, 1, str(tmp_path / "one"), ["--mode", "single", *options])
+    for result in run_ranks(_train, ranks, str(tmp_path / "more"), ["--mode", *mode.split(), *options]):
+        assert result["losses"] == pytest.approx(one["losses"], rel=1e-4)
+    assert max(one["losses"]) / min(one["losses"]) > 1.1, "the model hardly changes, so equal losses say little"
 
 
 def _started(folder: Path, command: list[str]) -> Finished:

@@ -1,19 +1,19 @@
-"""The options of the command line, and what of them a run must keep when it is resumed."""
+"""The options of the command line."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import lockstep
 from examples.places import accept_local_rank, local_folder, read_devices, refuse_in
 
 Mode = Literal["dp", "ddp", "single"]
 #: What decides which steps a run takes; the learning rate's schedule depends on all of them.
-_KEPT = ("epochs", "batch_size", "lr", "seed", "lines", "longest")
+KEPT = ("epochs", "batch_size", "lr", "seed", "lines", "longest")
 
 
 @dataclass(frozen=True)
@@ -46,33 +46,6 @@ class Options:
                 "start it with python -m examples.crnn, or use --mode ddp"
             )
         refuse_in(world, devices=self.devices, batch_size=world.world_size if self.evaluate else self.batch_size)
-
-
-class Kept:
-    """The options of a run, saved with it, so that it is resumed as it was begun and not as something in between."""
-
-    def __init__(self, options: Options) -> None:
-        self._options = {name: getattr(options, name) for name in _KEPT}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the options by name."""
-        return dict(self._options)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Compare with the options of the run that is resumed.
-
-        Raises:
-            lockstep.CheckpointMismatch: one differs.
-        """
-        differing = [
-            f"--{name.replace('_', '-')} {self._options[name]} instead of {state.get(name)}"
-            for name in _KEPT
-            if state.get(name) != self._options[name]
-        ]
-        if differing:
-            raise lockstep.CheckpointMismatch(
-                f"a run is resumed with the options that it was begun with, and here is {', '.join(differing)}"
-            )
 
 
 def parse(arguments: Sequence[str]) -> Options:

@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader
 import lockstep
 from examples.crnn.lines import Lines, collate
 from examples.crnn.modes import Computing, prepare
-from examples.crnn.options import Kept, Options
+from examples.crnn.options import KEPT, Options
 from examples.crnn.reading import Score, decode, score, written
 from examples.digits import load_digits
+from examples.kept import Kept
 
 #: Gradients longer than this are scaled down to it.
 _CLIP = 5.0
@@ -78,7 +79,7 @@ def begin(world: lockstep.World, options: Options, folder: Path) -> Run:
         optimizer=optimizer,
         scheduler=scheduler,
         loader=loader,
-        extra={"options": Kept(options)},
+        extra={"options": Kept(options, KEPT)},
     )
     log = lockstep.Log(saved, every=_LOG_EVERY)
     return Run(world, options, computing, optimizer, scheduler, loader, saved, log)

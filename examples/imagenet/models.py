@@ -26,6 +26,11 @@ def build(arch: str, num_classes: int, norm: str) -> nn.Module:
         norm: "batch": as it is; "sync": every batch norm is one over all ranks; "group": it is a group norm.
     """
     model = ResNetCifar(3, num_classes) if arch == "resnet20-cifar" else _torchvision(arch, num_classes)
+    return with_norm(model, norm, arch)
+
+
+def with_norm(model: nn.Module, norm: str, arch: str) -> nn.Module:
+    """Return a model with other norms than its batch norms; ``norm`` is as for :func:`build`, ``arch`` for errors."""
     if norm == "batch":
         return model
     if not any(isinstance(layer, _BATCH_NORMS) for layer in model.modules()):

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from examples.crnn import picture
-from examples.crnn.options import Kept, parse
+from examples.crnn.options import KEPT, parse
 from examples.crnn.reading import Score, collapse, decode, edit_distance, score
+from examples.kept import Kept
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -111,10 +112,10 @@ def test_devices_are_read_as_people_write_them() -> None:
 
 
 def test_a_run_is_not_resumed_with_other_options() -> None:
-    kept = Kept(parse(["--epochs", "4", "--seed", "1"])).state_dict()
-    Kept(parse(["--epochs", "4", "--seed", "1", "--mode", "single"])).load_state_dict(kept)
+    kept = Kept(parse(["--epochs", "4", "--seed", "1"]), KEPT).state_dict()
+    Kept(parse(["--epochs", "4", "--seed", "1", "--mode", "single"]), KEPT).load_state_dict(kept)
     with pytest.raises(lockstep.CheckpointMismatch, match="here is --epochs 5 instead of 4, --seed 0 instead of 1"):
-        Kept(parse(["--epochs", "5"])).load_state_dict(kept)
+        Kept(parse(["--epochs", "5"]), KEPT).load_state_dict(kept)
 
 
 def test_a_picture_shows_the_lines_and_what_was_read(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ import pytest
 from click.testing import CliRunner
 from examples import digits
 from examples.crnn import options as crnn
+from examples.gpt import options as gpt
 from examples.imagenet import options as imagenet
+from examples.segmentation import options as segmentation
 from torch import nn
 
 import lockstep
@@ -109,7 +111,9 @@ def test_commands_refuse_urls_in_one_line(command: str, tmp_path: Path, monkeypa
     assert os.listdir() == []
 
 
-@pytest.mark.parametrize("parse", [digits.parse, crnn.parse, partial(imagenet.parse, launched=False)])
+@pytest.mark.parametrize(
+    "parse", [digits.parse, crnn.parse, gpt.parse, segmentation.parse, partial(imagenet.parse, launched=False)]
+)
 def test_examples_refuse_them_too(parse: Callable[[list[str]], object], capsys: pytest.CaptureFixture[str]) -> None:
     data = ["DATA"] if isinstance(parse, partial) else []
     with pytest.raises(SystemExit):

@@ -1,0 +1,6 @@
+"""``python -m examples.gpt``."""
+
+from examples.gpt.main import main
+
+if __name__ == "__main__":
+    main()

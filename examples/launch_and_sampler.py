@@ -4,7 +4,7 @@
     CUDA_VISIBLE_DEVICES=0,1 lockstep run -n 2 --all-output examples/launch_and_sampler.py
 
 No process group to name, no device to choose, no threads to divide: ``lockstep.init()`` takes NCCL and a GPU
-for each rank where there are GPUs, gloo and a part of the cores where there are none.
+for each rank where there are GPUs; where there are none, shared memory (gloo between machines) and a part of the cores.
 """
 
 import argparse

@@ -110,7 +110,7 @@ life = int(os.environ["LOCKSTEP_RESTART"])
 waits = Path("rank 0 waits")
 
 def tell_once_it_waits(thread):
-    while "comm/waiting.py" not in "".join(traceback.format_stack(sys._current_frames()[thread])):
+    while "comm/shm/semaphore.py" not in "".join(traceback.format_stack(sys._current_frames()[thread])):
         time.sleep(0.001)
     waits.touch()
 

@@ -106,14 +106,26 @@ def test_a_run_that_failed_names_rank_step_and_error(tmp_path: Path) -> None:
         ("rank-late", [1], None),
         (None, None, True),
     ]
-    assert told["next"] == [
-        "mend what the error of rank 1 says: lockstep.ReplicaMismatch: rank 1 differs",
-        "run the same command again: it resumes from the newest checkpoint, of step 2,000 or later",
-    ]
+    mend, again = told["next"]
+    assert mend == "mend what the error of rank 1 says: lockstep.ReplicaMismatch: rank 1 differs"
+    assert again.startswith(
+        "before you run it again, move the checkpoints out of the run's folder that were saved after"
+    ), "a resume takes the newest, in which the replicas differ"
+    assert "2,000 or later" in again
     text = _explained(folder)
     assert "\nfailed at 0:40: rank 1 after step 2,300: lockstep.ReplicaMismatch: rank 1 differs\n" in text
     assert "\nlate at 0:30: rank 1 is late\n" in text
     assert "rank 1 goes on" not in text
+
+
+def test_a_run_that_failed_otherwise_is_to_be_resumed(tmp_path: Path) -> None:
+    ending = Ending(_ENDING.state, FailureRecord(1, 0.9, 1, "ValueError", "bad batch", "Traceback …"))
+    noted = [{"at": 20.0, "step": 2000}]
+    run = _run(tmp_path / "run", exit_code=1, events=[_failed(ending)], checkpoints=noted)
+    assert _told(run)["next"] == [
+        "mend what the error of rank 1 says: ValueError: bad batch",
+        "run the same command again: it resumes from the newest checkpoint, of step 2,000 or later",
+    ]
 
 
 @pytest.mark.parametrize(

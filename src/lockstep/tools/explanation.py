@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.errors import named
+from lockstep.errors import ReplicaMismatch, named
 from lockstep.launch.policy import FailureKind
 from lockstep.runs import reckoning
 from lockstep.runs.history import Run, UnknownRun
@@ -120,7 +120,18 @@ class Explanation:
         last = self.checkpoint
         if last is None:
             return "run the same command again; this run noted no checkpoint to resume from"
+        if self._replicas_differed:
+            return (
+                "before you run it again, move the checkpoints out of the run's folder that were saved after the "
+                "replicas began to differ (the error says since when; the newest is of step "
+                f"{last['step']:,} or later), or begin anew in another folder: a resume takes the newest that is there"
+            )
         return f"run the same command again: it resumes from the newest checkpoint, of step {last['step']:,} or later"
+
+    @property
+    def _replicas_differed(self) -> bool:
+        last = self.failures[-1]["error"] if self.failures else None
+        return last is not None and last.get("code") == ReplicaMismatch.code
 
     def unknown(self) -> list[str]:
         """Return what the record does not tell, a line each."""

@@ -225,6 +225,18 @@ def test_what_is_damaged_or_missing_is_said_to_be_unknown(tmp_path: Path) -> Non
     assert "not known: " in _explained(tmp_path / "none")
 
 
+@pytest.mark.parametrize("about", [{"checkpoints": [{"at": 1.0}]}, {"end": {"code": "run-done", "text": {}}}])
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_a_damaged_record_is_one_line(tmp_path: Path, about: dict[str, Any], words: tuple[str, ...]) -> None:
+    folder = _run(tmp_path / "run", **about)
+    done = CliRunner().invoke(main, ["runs", "explain", str(folder), *words])
+    assert done.exit_code in (0, 2), done.output
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    if done.exit_code:
+        (line,) = done.stderr.splitlines()
+        assert "the record is damaged" in line
+
+
 def test_numbers_that_were_not_finite_are_told(tmp_path: Path) -> None:
     told = _told(_run(tmp_path / "run", nonfinite={"loss": {"first": 43, "since": 51}}, logs=["/runs/metrics.jsonl"]))
     assert told["nonfinite"] == [{"name": "loss", "first_step": 43, "since_step": 51}]

@@ -9,7 +9,7 @@ from signal import SIGABRT, SIGINT, SIGKILL, SIGSEGV, SIGTERM
 
 import pytest
 
-from lockstep.job.files import FailureRecord
+from lockstep.job.files import EXIT_SAVED, FailureRecord, StopNote
 from lockstep.launch.evidence import MachineFacts
 from lockstep.launch.policy import Ending, RankState
 from lockstep.launch.report import Outcome, describe, stopped
@@ -53,6 +53,20 @@ def test_the_exception_counts_from_when_it_was_raised() -> None:
     slow = _ending(1, 1, 9.0, raised="ValueError: cause", raised_at=5.0)
     quick = _ending(0, 1, 5.2, raised="KeyError: later", raised_at=5.1)
     assert _first(quick, slow) == 1
+
+
+def test_a_rank_that_left_since_all_have_saved_is_not_why_another_failed() -> None:
+    saved = _ending(0, EXIT_SAVED, 5.0)
+    raised = _ending(1, 1, 5.4, raised="ValueError: in finally", raised_at=5.2, stopped_at=5.3)
+    note = StopNote(40, "/run/step-00000040")
+    outcome = replace(_outcome(saved, raised), note=note)
+    assert outcome.first is raised
+    text = describe(outcome)
+    assert "rank 1 of 2 failed: exit code 1" in text, text
+    assert "rank 0 left with exit code 75" in text, text
+    assert "failed too" not in text, text
+    alone = replace(_outcome(saved, _ending(1, 0, 5.2)), note=note)
+    assert alone.first is saved, "no job ends with 0 in which a rank has left before its end"
 
 
 def test_a_rank_that_was_stopped_while_its_exception_was_on_the_way_out_failed_by_itself() -> None:

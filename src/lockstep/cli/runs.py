@@ -103,15 +103,21 @@ def explain(run: str | None, as_json: bool) -> None:
 
     It also says what the record does not tell.
     """
+    from lockstep.errors import named
     from lockstep.runs import history
     from lockstep.tools.explanation import Explanation
 
     with errors():
         found = Explanation.of(history.find(run, homes()))
+        try:
+            told = found.to_json() if as_json else {}
+            text = "" if as_json else found.describe()
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise history.UnknownRun(f"{found.run.path}: the record is damaged: {named(error)}") from error
     if as_json:
-        print_json("runs.explain", found.to_json())
+        print_json("runs.explain", told)
     else:
-        click.echo(found.describe())
+        click.echo(text)
 
 
 @runs.command(short_help="Watch a run live.")

@@ -284,13 +284,13 @@ class World:
 
     def _warn_after_a_loop(self) -> None:
         """Warn, on rank 0, that the loop is over whose last batch this mean is likely of."""
-        over = self._in_hand.over
+        over, self._in_hand.over = self._in_hand.over, None
         if self.rank == 0 and over is not None and not over.is_even(self.world_size):
             callsite.warn(
                 "World.mean() after the end of the loop counts every rank once, but their shares of its last batch "
                 f"differ (rank 0 had {over.words()}), so a mean of that batch is not exact, and NaN if a rank had no "
                 "sample. Call it in the loop, or say how many samples the value is a mean of: world.mean(value, "
-                "samples=…)"
+                "samples=…); samples=1 if each rank's value is to count once"
             )
 
     def _mean_of_elements(self, value: torch.Tensor, count: float) -> torch.Tensor:

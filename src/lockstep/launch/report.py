@@ -141,8 +141,12 @@ class Outcome:
 
     @property
     def first(self) -> Ending | None:
-        """The rank that failed before the others, or None if none failed by itself."""
-        return first_failure(self.endings)
+        """The rank that failed before the others, or None if none failed by itself.
+
+        Where all have saved on request, those that left with the exit code for that are no cause of another's end.
+        """
+        others = [ending for ending in self.endings if self.note is None or ending.exit_code != EXIT_SAVED]
+        return first_failure(others) or first_failure(self.endings)
 
     @property
     def out_of_memory(self) -> bool:
@@ -410,6 +414,8 @@ def _other(ending: Ending, first: Ending) -> str:
     if ending.failed_by_itself and ending.record is not None and ending.record.type != "SystemExit":
         kind, _, message = ending.cause.partition(": ")
         return f" failed too: {kind}: {_anonymous(message, ending.rank)}" if message else f" failed too: {kind}"
+    if ending.exit_code == EXIT_SAVED:
+        return f" left with exit code {EXIT_SAVED}"
     if ending.failed_by_itself:
         return f" failed too: {ending.cause}"
     return f": stopped because rank {first.rank} failed"

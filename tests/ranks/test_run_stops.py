@@ -119,6 +119,9 @@ def linger():
 def crash():
     os.kill(os.getpid(), signal.SIGSEGV)
 
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
 try:
     for epoch in saved.epochs(10):
         for step in range(20):
@@ -138,18 +141,52 @@ finally:
         ("launcher", "linger()", "ranks 0 and 1 did not leave in time (--grace) and were killed"),
         ("launcher", "world.rank == 1 and linger()", "rank 1 did not leave in time (--grace) and was killed"),
         ("itself", "world.rank == 1 and linger()", "rank 1 did not leave in time (--grace) and was killed"),
+        ("itself", "linger()", "ranks 0 and 1 did not leave in time (--grace) and were killed"),
         ("launcher", "atexit.register(linger)", "ranks 0 and 1 did not leave in time (--grace) and were killed"),
         ("itself", "atexit.register(linger)", "ranks 0 and 1 did not leave in time (--grace) and were killed"),
         ("launcher", "world.rank == 1 and atexit.register(crash)", "rank 1 died on its way out: signal 11 (SIGSEGV)"),
         ("itself", "world.rank == 1 and atexit.register(crash)", "rank 1 died on its way out: signal 11 (SIGSEGV)"),
+        ("launcher", "crash()", "ranks 0 and 1 died on their way out: signal 11 (SIGSEGV)"),
+        ("itself", "world.rank == 1 and crash()", "rank 1 died on its way out: signal 11 (SIGSEGV)"),
+        ("launcher", "world.rank == 1 and os._exit(3)", "rank 1 left with exit code 3"),
+        ("itself", "os._exit(3)", "ranks 0 and 1 left with exit code 3"),
+        ("itself", "world.rank == 1 and os._exit(0)", ""),
+        ("launcher", "os._exit(0)", ""),
+        ("launcher", "world.rank == 1 and int('x')", "rank 1 failed on its way out: ValueError: invalid literal"),
+        (
+            "itself",
+            "int('x')",
+            "ranks 0 and 1 failed on their way out: ValueError: invalid literal",
+        ),
+        ("itself", "world.rank == 1 and die()", "rank 1 was killed by signal 9 (SIGKILL), which lockstep did not send"),
     ],
 )
 def test_what_has_saved_has_saved_however_it_leaves(tmp_path: Path, who: str, trouble: str, words: str) -> None:
     (tmp_path / "train.py").write_text(_LEAVING.format(who=who, trouble=trouble))
-    done = run(["lockstep", "run", "--grace", "2", "-n", "2", "train.py"], tmp_path, torch=True)
+    command = ["lockstep", "run", "--grace", "2", "--max-restarts", "2", "-n", "2", "train.py"]
+    done = run(command, tmp_path, torch=True)
     assert done.code == EXIT_SAVED, done
-    assert re.search(r"saved at step \d+ in ", done.err), done.err
+    assert re.search(r"stopped by (SIGTERM|a signal to the ranks); saved at step \d+ in ", done.err), done.err
     assert words in done.err
+    assert "restart 1" not in done.err, "all have saved because they were asked to stop"
+
+
+@pytest.mark.parametrize("who", ["launcher", "itself"])
+def test_a_second_signal_stops_at_once_who_has_saved_and_does_not_leave(tmp_path: Path, who: str) -> None:
+    (tmp_path / "train.py").write_text(_LEAVING.format(who=who, trouble="print('saved', flush=True); linger()"))
+    with start(["lockstep", "run", "--grace", "300", "-n", "2", "train.py"], tmp_path, torch=True) as job:
+        assert job.read_line() == "saved"
+        if who == "itself":  # the launcher has had none yet
+            os.kill(job.pid, signal.SIGINT)
+            while "the ranks have saved, and leave (within --grace); a second one stops them" not in job.read_error():
+                pass
+        time.sleep(0.4)  # two signals within a quarter of a second are taken for one
+        everyone = job.tree()
+        os.kill(job.pid, signal.SIGINT)
+        done = job.finish(limit=30)
+    assert done.code == EXIT_SAVED, done
+    assert "a second signal killed ranks 0 and 1 at once" in done.err
+    assert gone_within(everyone, 1.0) == []
 
 
 _OTHER_LOOPS = """
@@ -201,7 +238,7 @@ def test_a_save_that_fails_on_the_way_out_is_told(tmp_path: Path) -> None:
     )
     done = _other_loop(tmp_path, trouble)
     assert done.code == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM; rank 0 failed on the way out: ZeroDivisionError: division by zero" in done.err
+    assert "stopped by SIGTERM; ranks 0 and 1 failed on their way out: ZeroDivisionError: division by zero" in done.err
 
 
 def test_sigusr1_kills_nobody_who_has_no_use_for_it(tmp_path: Path) -> None:
@@ -276,41 +313,65 @@ def test_every_machine_of_a_run_that_was_asked_to_stop_says_that_it_saved(
     jobs.check_audit(tmp_path)
 
 
-_SLOW_TO_LEAVE = """
-import atexit, os, time
+@pytest.mark.parametrize("meeting", ["by hand", "rdzv"])
+@pytest.mark.parametrize("trouble", ["os._exit(3)", "crash()", "linger()"])
+def test_all_machines_have_saved_whichever_way_the_ranks_of_one_leave(
+    tmp_path: Path, meeting: str, trouble: str
+) -> None:
+    port = free_port()
+    (tmp_path / "train.py").write_text(_LEAVING.format(who="launcher", trouble=f"world.rank == 1 and {trouble}"))
+
+    def machine(node: int) -> Running:
+        options = ["--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        if meeting == "rdzv":
+            options = ["--rdzv", f"127.0.0.1:{port}", "--max-restarts", "2"]
+        command = ["lockstep", "run", "--nnodes", "2", "-n", "1", "--grace", "2", *options, "train.py"]
+        return start(command, tmp_path, torch=True)
+
+    with machine(1) as second, machine(0) as first:
+        done = [first.finish(), second.finish()]
+    assert [each.code for each in done] == [EXIT_SAVED] * 2, done
+    for each in done:
+        assert re.search(r"stopped by (SIGTERM|a signal to the ranks); saved at step \d+ in ", each.err), done
+    words = {"os._exit(3)": "left with exit code 3", "crash()": "(SIGSEGV)", "linger()": "(--grace) and was killed"}
+    assert any(re.search(rf"rank 1 .*{re.escape(words[trouble])}", each.err) for each in done), done
+
+
+_SPAWNED = """
+import os, signal
 import torch, lockstep
-from torch.utils.data import DataLoader, TensorDataset
+from torch import nn
 
-def wait() -> None:
-    while not os.path.exists("leave"):
-        time.sleep(0.01)
+def train(rank, trouble):
+    world = lockstep.init()
+    model = lockstep.replicate(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saved = lockstep.Checkpointer("run", model=model, optimizer=optimizer)
+    try:
+        for epoch in saved.epochs(10):
+            for step in range(20):
+                saved.between_steps()
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+                if saved.step in (25, 65) and world.is_main:
+                    os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        if trouble and rank == 1:
+            raise ValueError("in finally")
 
-world = lockstep.init()
-model = lockstep.replicate(torch.nn.Linear(2, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = lockstep.shard(DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2))
-saver = lockstep.Checkpointer("run", model=model, optimizer=optimizer, loader=loader)
-atexit.register(wait)
-for epoch in saver.epochs(10**6):
-    for (batch,) in loader:
-        optimizer.zero_grad()
-        model(batch).sum().backward()
-        optimizer.step()
-    if epoch == 0 and world.is_main:
-        print(os.environ["LOCKSTEP_JOB_DIR"], flush=True)
+if __name__ == "__main__":
+    for trouble in (False, True):
+        try:
+            lockstep.spawn(train, (trouble,), nprocs=2)
+        except lockstep.RankFailed as failed:
+            print(failed.exit_code, failed)
 """
 
 
-def test_a_second_signal_changes_nothing_once_all_have_saved(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(_SLOW_TO_LEAVE)
-    with start(["lockstep", "run", "-n", "2", "--grace", "30", "train.py"], tmp_path, torch=True) as job:
-        folder = Path(job.read_line())
-        os.kill(job.pid, signal.SIGTERM)
-        wait_for(lambda: list(folder.rglob("stopped.json")), "the note")
-        time.sleep(0.4)  # two signals within a quarter of a second are taken for one
-        os.kill(job.pid, signal.SIGTERM)
-        time.sleep(0.2)  # a launcher that took it for a second one would have killed the ranks by then
-        (tmp_path / "leave").touch()
-        done = job.finish()
-    assert done.code == EXIT_SAVED, done
-    assert "stopped by SIGTERM; saved at step" in done.err
+def test_a_function_on_ranks_that_was_asked_to_stop_has_saved(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_SPAWNED)
+    done = run(["train"], tmp_path, torch=True)
+    assert done.code == 0, done
+    first, second = done.out.splitlines()
+    assert re.fullmatch(r"75 stopped by a signal to the ranks; saved at step \d+ in \S+", first), done
+    assert re.fullmatch(r"75 stopped by .*; rank 1 failed on its way out: ValueError: in finally", second), done

@@ -7,7 +7,7 @@ from signal import SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM
 
 import pytest
 
-from lockstep.launch.policy import FAILURE_GRACE, Order, Policy
+from lockstep.launch.policy import FAILURE_GRACE, KilledFor, Order, Policy
 
 
 def test_a_job_is_done_when_every_rank_ended_well() -> None:
@@ -128,3 +128,25 @@ def test_ranks_that_can_not_even_be_killed_are_given_up() -> None:
     policy.tick(policy.deadline)
     assert policy.done
     assert policy.alive == (0,)
+
+
+def test_ranks_that_have_saved_have_the_grace_period_whichever_way_the_first_leaves() -> None:
+    for code in (0, 3, 75, -signal.SIGSEGV):
+        policy = Policy(range(2), grace=10)
+        assert policy.exited(0, code, at=1.0, agreed=True) == []
+        assert not policy.failing
+        assert policy.tick(10.9) == []
+        assert policy.tick(11.0) == [Order(SIGKILL, (1,))]
+
+
+def test_it_is_known_why_a_rank_was_killed() -> None:
+    late, failed, impatient = (Policy(range(2), grace=10) for _ in range(3))
+    late.signalled(SIGTERM, delivered=False, now=1.0)
+    late.tick(11.0)
+    late.signalled(SIGTERM, delivered=False, now=12.0)
+    failed.exited(0, 1, at=1.0)
+    failed.tick(2.0)
+    impatient.signalled(SIGTERM, delivered=False, now=1.0)
+    impatient.signalled(SIGTERM, delivered=False, now=2.0)
+    told = [[each.killed_for for each in policy.states.values()] for policy in (late, failed, impatient)]
+    assert told == [[KilledFor.GRACE] * 2, [None, KilledFor.FAILURE], [KilledFor.AT_ONCE] * 2]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import resource
 from dataclasses import replace
 from pathlib import Path
-from signal import SIGABRT, SIGINT, SIGKILL, SIGSEGV, SIGTERM
+from signal import SIGABRT, SIGINT, SIGKILL, SIGQUIT, SIGSEGV, SIGTERM
 
 import pytest
 
 from lockstep.job.files import EXIT_SAVED, FailureRecord, StopNote
 from lockstep.launch.evidence import MachineFacts
-from lockstep.launch.policy import Ending, RankState
+from lockstep.launch.policy import Ending, KilledFor, RankState
 from lockstep.launch.report import Outcome, describe, stopped
 
 _NOT_KNOWN = MachineFacts(
@@ -53,20 +53,6 @@ def test_the_exception_counts_from_when_it_was_raised() -> None:
     slow = _ending(1, 1, 9.0, raised="ValueError: cause", raised_at=5.0)
     quick = _ending(0, 1, 5.2, raised="KeyError: later", raised_at=5.1)
     assert _first(quick, slow) == 1
-
-
-def test_a_rank_that_left_since_all_have_saved_is_not_why_another_failed() -> None:
-    saved = _ending(0, EXIT_SAVED, 5.0)
-    raised = _ending(1, 1, 5.4, raised="ValueError: in finally", raised_at=5.2, stopped_at=5.3)
-    note = StopNote(40, "/run/step-00000040")
-    outcome = replace(_outcome(saved, raised), note=note)
-    assert outcome.first is raised
-    text = describe(outcome)
-    assert "rank 1 of 2 failed: exit code 1" in text, text
-    assert "rank 0 left with exit code 75" in text, text
-    assert "failed too" not in text, text
-    alone = replace(_outcome(saved, _ending(1, 0, 5.2)), note=note)
-    assert alone.first is saved, "no job ends with 0 in which a rank has left before its end"
 
 
 def test_a_rank_that_was_stopped_while_its_exception_was_on_the_way_out_failed_by_itself() -> None:
@@ -222,12 +208,47 @@ def test_an_abort_while_ranks_wait_in_different_collectives_names_them() -> None
     assert "collectives" not in describe(_outcome(replace(died, waited_in=""), other))
 
 
-def test_a_second_signal_is_not_a_lack_of_time() -> None:
-    killed = [_ending(rank, -SIGKILL, 5.1, stopped_at=5.0) for rank in range(3)]
-    assert stopped(_outcome(*killed), SIGINT, at_once=True) == (
-        "stopped by SIGINT; a second signal killed ranks 0 to 2 at once"
+def _killed(rank: int, why: KilledFor | None) -> Ending:
+    ending = _ending(rank, -SIGKILL, 5.1, stopped_at=5.0)
+    ending.state.killed_for = why
+    return ending
+
+
+def test_who_killed_a_rank_that_was_asked_to_stop() -> None:
+    told = {
+        KilledFor.AT_ONCE: "a second signal killed rank 0 at once",
+        KilledFor.GRACE: "rank 0 did not leave in time (--grace) and was killed",
+        KilledFor.FAILURE: "rank 0 did not leave within 0.5 s of another rank's failure and was killed",
+        None: "rank 0 was killed by signal 9 (SIGKILL), which lockstep did not send",
+    }
+    for why, words in told.items():
+        assert stopped(_outcome(_killed(0, why)), SIGINT) == f"stopped by SIGINT; {words}"
+    assert stopped(_outcome(_killed(0, KilledFor.AT_ONCE)), SIGQUIT) == "stopped by SIGQUIT; it killed rank 0 at once"
+    facts = replace(_NOT_KNOWN, memory_kills=1)
+    several = Outcome((_killed(0, KilledFor.GRACE), _killed(1, None), _killed(2, KilledFor.GRACE)), facts, 3)
+    assert stopped(several, SIGTERM) == (
+        "stopped by SIGTERM; ranks 0 and 2 did not leave in time (--grace) and were killed; "
+        "the kernel killed rank 1 because memory was out"
     )
-    assert "(--grace)" in stopped(_outcome(*killed), SIGINT)
+
+
+def test_how_ranks_left_once_all_had_saved() -> None:
+    note = StopNote(40, "/run/step-00000040")
+    ways = [
+        _ending(0, EXIT_SAVED, 5.0),
+        _ending(1, 0, 5.0),
+        _ending(2, 3, 5.0),
+        _ending(3, -SIGTERM, 5.0),
+        _ending(4, 1, 5.4, raised="ValueError: in finally", raised_at=5.2),
+        _ending(5, 1, 5.4, raised="PeerLost: rank 4 is gone", raised_at=5.1),
+    ]
+    assert stopped(replace(_outcome(*ways), note=note), None) == (
+        "stopped by a signal to the ranks; saved at step 40 in /run/step-00000040; rank 2 left with exit code 3; "
+        "rank 3 died on its way out: signal 15 (SIGTERM); rank 4 failed on its way out: ValueError: in finally"
+    )
+    assert stopped(_outcome(*ways[:4]), SIGTERM) == "stopped by SIGTERM", "who has not saved may end in these ways"
+    crashed = stopped(_outcome(_ending(0, -SIGSEGV, 5.0), _ending(1, -SIGSEGV, 5.0)), SIGTERM)
+    assert crashed == "stopped by SIGTERM; ranks 0 and 1 died on their way out: signal 11 (SIGSEGV)"
 
 
 def test_no_room_for_a_semaphore_is_told() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lockstep import _torch, callsite, knobs
+from lockstep._files import describe
 from lockstep.checkpoint.meeting import Meeting
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.world import World
@@ -179,11 +180,17 @@ class StepBoundary:
         raise SystemExit(EXIT_SAVED)
 
     def _leave_word(self, step: int, folder: Path, *, finite: bool) -> None:
-        """Tell each machine's launcher where the run can resume; without a launcher, rank 0 tells the user."""
+        """Tell each machine's launcher where the run can resume; without a launcher, rank 0 tells the user.
+
+        Each rank sees to it before it leaves: whatever it does next, the launcher knows that it comes after the save.
+        """
         job_folder = knobs.job_dir()
         if job_folder is not None and flight.current.pages is not None:
-            if self._world.local_rank == 0:
-                StopNote(step, str(folder), finite).write(job_folder)
+            try:
+                StopNote(step, str(folder), finite).write_once(job_folder)
+            except OSError as error:  # the save is there, and so is the exit code that says so
+                why = f"rank {self._world.rank} has saved, and can't tell its launcher: {describe(error)}"
+                print(f"lockstep: {why}", file=sys.stderr, flush=True)
             return
         if not self._world.is_main:
             return

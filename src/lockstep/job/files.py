@@ -137,9 +137,11 @@ class StopNote:
         where = f"saved at step {self.step} in {self.folder}"
         return where if self.finite else f"{where}, which is not finite: a run resumes from the newest one that is"
 
-    def write(self, job_folder: str | Path) -> None:
-        """Write the note, completely or not at all."""
-        write_whole(Path(job_folder, "stopped.json"), json.dumps(asdict(self)))
+    def write_once(self, job_folder: str | Path) -> None:
+        """Write the note, completely or not at all, unless another rank of this machine has."""
+        path = Path(job_folder, "stopped.json")
+        if not path.exists():
+            write_whole(path, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, job_folder: str | Path) -> StopNote | None:

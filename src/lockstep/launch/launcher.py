@@ -232,18 +232,11 @@ class Launcher:
                 case Started(rank, pid) if rank >= 0:
                     self.policy.started(rank, pid)
                 case Exited(rank, code, at, peak) if rank in self.policy.states:
-                    agreed = self._has_saved(rank, code)
+                    agreed = self.attempt.stop_note() is not None
                     self.apply(self.policy.exited(rank, code, at, peak=peak, agreed=agreed))
                 case Broken(error):
                     self.broken = error
         return answers
-
-    def _has_saved(self, rank: int, code: int) -> bool:
-        """Return whether a rank has left because all have saved; the record knows of one that died on its way out."""
-        if code == 0 or self.attempt.stop_note() is None:
-            return False
-        record = self.attempt.record(rank)
-        return (code if record is None else record.exit_code) == EXIT_SAVED
 
     def act(self, now: float) -> None:
         """Do what is due: compare the ranks once a second, and end those whose time is up."""
@@ -386,7 +379,9 @@ class Launcher:
 
     def _look(self, now: float) -> None:
         """Say which rank is late, and end a job that is held up by a rank whose exception was recorded: it does not get
-        out of a thread or a collective."""
+        out of a thread or a collective. Ranks that have saved have the grace period to leave."""
+        if not self.policy.stopping and self.attempt.stop_note() is not None:
+            self.policy.let_end(now)
         if not (self.policy.stopping or self.policy.done):
             hangs, states = self.attempt.hangs, self.policy.states
             for text in hangs.look(states, now, ask=self.zygote.signal):

@@ -48,6 +48,16 @@ class Order:
     ranks: tuple[int, ...]
 
 
+class KilledFor(enum.Enum):
+    """Why the launcher killed a rank that had been told to stop."""
+
+    #: It did not leave within the time that those have who save; that those have whose peer has failed.
+    GRACE = enum.auto()
+    FAILURE = enum.auto()
+    #: A second signal, or SIGQUIT, left it no time.
+    AT_ONCE = enum.auto()
+
+
 @dataclass
 class RankState:
     """What is known of one rank."""
@@ -61,6 +71,8 @@ class RankState:
     stopped_at: float | None = None
     #: Peak memory in bytes; None: not known yet.
     peak: int | None = None
+    #: Why the launcher sent it SIGKILL; None: it did not.
+    killed_for: KilledFor | None = None
 
 
 @dataclass
@@ -78,9 +90,9 @@ class Policy:
     deadline: float | None = None
     #: True when ranks did not even die of SIGKILL.
     gave_up: bool = False
-    #: True when a signal had the ranks killed that still had time to leave: a second one, or SIGQUIT.
-    at_once: bool = False
     _killed: bool = False
+    #: Why ranks are killed that are still there at the deadline.
+    _late_for: KilledFor = KilledFor.GRACE
     _last_signal: float = float("-inf")
 
     def __post_init__(self) -> None:
@@ -109,29 +121,30 @@ class Policy:
         self, rank: int, exit_code: int, at: float, *, peak: int | None = None, agreed: bool = False
     ) -> list[Order]:
         """Note that a rank ended. The first that ends with an error stops the others; one that is done early does not.
+        Where all have saved and are on their way out, no way to end is an error, and the others have time to follow.
 
         Args:
             rank: which.
             exit_code: negative for a signal.
             at: when, on the monotonic clock, in seconds.
             peak: the most memory it ever had, in bytes.
-            agreed: the ranks have agreed to leave, so the others are on their way out, too.
+            agreed: the ranks have agreed to leave, and have saved.
         """
         state = self.states[rank]
         state.exit_code, state.ended_at, state.peak = exit_code, at, peak
-        if exit_code == 0 or self.stopping:
+        if self.stopping:
             return []
         if agreed:
-            self.deadline = at + self.grace
+            self._give(self.grace, at)
             return []
-        return self.failed(at)
+        return [] if exit_code == 0 else self.failed(at)
 
     def failed(self, now: float) -> list[Order]:
         """Stop every rank that is alive, because one failed."""
         if self.stopping:
             return []
         self.failing = True
-        self.deadline = now + FAILURE_GRACE
+        self._give(FAILURE_GRACE, now, late_for=KilledFor.FAILURE)
         return self._order(signal.SIGTERM, now)
 
     def signalled(self, signum: signal.Signals, *, delivered: bool, now: float) -> list[Order]:
@@ -152,25 +165,24 @@ class Policy:
         if self.stopped_by is None:
             self.stopped_by = signum
             if signum != signal.SIGQUIT:
-                self.deadline = now + self.grace
+                self._give(self.grace, now)
                 orders = self._order(signum, now)
                 return self._to_those_not_yet_started(orders) if delivered else orders
         elif again < _SAME_SIGNAL:
             return []
-        self.at_once = self.at_once or not self._killed
-        return self._kill(now)
+        return self._kill(now, KilledFor.AT_ONCE)
 
     def leave(self, now: float) -> list[Order]:
         """Ask the ranks to save and leave, though nobody wants the job to end: it goes on with other machines."""
         if self.stopping:
             return []
-        self.deadline = now + self.grace
+        self._give(self.grace, now)
         return self._order(signal.SIGTERM, now)
 
     def let_end(self, now: float) -> None:
-        """Give the ranks time to end by themselves, since their programs are over."""
+        """Give the ranks time to end by themselves, since their programs are over, or have been left."""
         if not self.stopping:
-            self.deadline = now + self.grace
+            self._give(self.grace, now)
 
     def tick(self, now: float) -> list[Order]:
         """Kill the ranks that are still there when the deadline has passed."""
@@ -179,16 +191,21 @@ class Policy:
         if self._killed:
             self.gave_up = True
             return []
-        return self._kill(now)
+        return self._kill(now, self._late_for)
 
     def excuse(self, seconds: float) -> None:
         """Give the ranks so many seconds more: the launcher itself stood still, and so did most likely the ranks."""
         if self.deadline is not None:
             self.deadline += seconds
 
-    def _kill(self, now: float) -> list[Order]:
+    def _give(self, seconds: float, now: float, *, late_for: KilledFor = KilledFor.GRACE) -> None:
+        self.deadline, self._late_for = now + seconds, late_for
+
+    def _kill(self, now: float, why: KilledFor) -> list[Order]:
         self._killed = True
         self.deadline = now + _UNKILLABLE
+        for rank in self.alive:
+            self.states[rank].killed_for = self.states[rank].killed_for or why
         return self._order(signal.SIGKILL, now)
 
     def _to_those_not_yet_started(self, orders: list[Order]) -> list[Order]:
@@ -268,11 +285,6 @@ class Ending:
     def was_killed(self) -> bool:
         """Whether SIGKILL ended it."""
         return self.state.exit_code == -signal.SIGKILL
-
-    @property
-    def was_killed_unheard(self) -> bool:
-        """Whether SIGKILL ended it after it was told to stop, before it said how its program ended."""
-        return self.was_killed and self.record is None and self.state.stopped_at is not None
 
     @property
     def when(self) -> float:

@@ -18,7 +18,7 @@ from lockstep.job.files import EXIT_SAVED, StopNote
 from lockstep.job.hang import HangKind, HangVerdict, odd_ones
 from lockstep.job.page import NAMES, Look, Phase
 from lockstep.launch.evidence import MachineFacts, ProcessFacts, Stack
-from lockstep.launch.policy import Ending, Failure, Refusal, first_failure
+from lockstep.launch.policy import FAILURE_GRACE, Ending, Failure, KilledFor, Refusal, first_failure
 from lockstep.launch.processes import name
 from lockstep.rendezvous.messages import Round
 from lockstep.text import NEXT, as_size, counted, last_lines, which_ranks
@@ -141,12 +141,8 @@ class Outcome:
 
     @property
     def first(self) -> Ending | None:
-        """The rank that failed before the others, or None if none failed by itself.
-
-        Where all have saved on request, those that left with the exit code for that are no cause of another's end.
-        """
-        others = [ending for ending in self.endings if self.note is None or ending.exit_code != EXIT_SAVED]
-        return first_failure(others) or first_failure(self.endings)
+        """The rank that failed before the others, or None if none failed by itself."""
+        return first_failure(self.endings)
 
     @property
     def out_of_memory(self) -> bool:
@@ -155,70 +151,74 @@ class Outcome:
 
     @property
     def saved(self) -> bool:
-        """Whether the ranks saved because they were asked to, and left, or were killed on their way out: the note is
-        there once all have saved, and nothing that comes after it is lost with them."""
-        return self.note is not None and all(
-            ending.exit_code == EXIT_SAVED or ending.was_killed_unheard for ending in self.endings
-        )
+        """Whether the ranks have saved because they were asked to stop. It is so once all have saved, in whichever way
+        they leave then, and nobody else's end is a failure."""
+        return self.note is not None
 
     @property
     def completed(self) -> bool:
         """Whether every rank left with exit code 0."""
-        return self._all_left_with(0)
-
-    def _all_left_with(self, code: int) -> bool:
-        return all(ending.state.exit_code == code for ending in self.endings)
+        return all(ending.state.exit_code == 0 for ending in self.endings)
 
 
-def saved(outcome: Outcome, note: StopNote, stopped_by: signal.Signals | None, *, at_once: bool = False) -> str:
-    """Say where the run continues that has saved and stopped.
+def stopped(outcome: Outcome, signum: signal.Signals | None) -> str:
+    """Say how a job ended that was asked to stop: where it continues, if it has saved, and who left otherwise.
 
     Args:
         outcome: how the attempt has ended.
-        note: what rank 0 left.
-        stopped_by: the signal that the launcher passed on; None: the ranks got one themselves.
-        at_once: a second signal left the ranks no time.
+        signum: the first signal that the launcher passed on; None: the ranks got one themselves.
     """
-    words = [f"stopped by {'a signal to the ranks' if stopped_by is None else stopped_by.name}", _where(note)]
-    words += _those_killed(outcome, stopped_by, at_once=at_once)
-    crashed = [each for each in outcome.endings if (each.state.exit_code or 0) < 0 and not each.was_killed]
-    words += [f"rank {each.rank} died on its way out: {_signal_of(each)}" for each in crashed[:1]]
-    return "; ".join(words)
-
-
-def _signal_of(ending: Ending) -> str:
-    code = -(ending.state.exit_code or 0)
-    return f"signal {code} ({name(code)})"
-
-
-def _those_killed(outcome: Outcome, stopped_by: signal.Signals | None, *, at_once: bool) -> list[str]:
-    """Say which ranks were killed, and why."""
-    killed = [ending.rank for ending in outcome.endings if ending.was_killed]
-    if not killed:
-        return []
-    if at_once:
-        by = "it" if stopped_by == signal.SIGQUIT else "a second signal"
-        return [f"{by} killed {which_ranks(killed)} at once"]
-    were = "was" if len(killed) == 1 else "were"
-    return [f"{which_ranks(killed)} did not leave in time (--grace) and {were} killed"]
-
-
-def stopped(outcome: Outcome, signum: signal.Signals, *, at_once: bool = False) -> str:
-    """Say how a job ended that a signal stopped.
-
-    Args:
-        outcome: how the attempt has ended.
-        signum: the first signal.
-        at_once: a second one, or SIGQUIT, left the ranks no time.
-    """
-    words = [f"stopped by {signum.name}", *_those_killed(outcome, signum, at_once=at_once)]
+    words = [f"stopped by {'a signal to the ranks' if signum is None else signum.name}"]
     if outcome.note is not None:
-        words.append(_where(outcome.note))
-    records = [ending.record for ending in outcome.endings if ending.record is not None]
-    failed = [record for record in records if record.type not in ("KeyboardInterrupt", "SystemExit")]
-    if failed:
-        words.append(f"rank {failed[0].rank} failed on the way out: {failed[0].summary}")
+        words.append(outcome.note.describe())
+    ways: dict[str, list[int]] = {}
+    for ending in outcome.endings:
+        way = _killed_by(ending, outcome, signum) if ending.was_killed else _own_way(ending, saved=outcome.saved)
+        if way:
+            ways.setdefault(way, []).append(ending.rank)
+    words += [_of_ranks(way, ranks) for way, ranks in ways.items()]
+    raised = [ending for ending in outcome.endings if _has_raised(ending)]
+    if raised:
+        what = min(raised, key=lambda ending: ending.when).cause
+        alike = [ending.rank for ending in raised if ending.cause == what]
+        words.append(f"{_of_ranks('{ranks} failed on {their} way out', alike)}: {what}")
     return "; ".join(words)
+
+
+def _of_ranks(way: str, ranks: Sequence[int]) -> str:
+    one = len(ranks) == 1
+    return way.format(ranks=which_ranks(ranks), were="was" if one else "were", their="its" if one else "their")
+
+
+def _has_raised(ending: Ending) -> bool:
+    return ending.record is not None and ending.record.type not in ("KeyboardInterrupt", "SystemExit")
+
+
+def _killed_by(ending: Ending, outcome: Outcome, signum: signal.Signals | None) -> str:
+    """Say of a rank that SIGKILL ended who sent it."""
+    match ending.state.killed_for:
+        case KilledFor.AT_ONCE:
+            return f"{'it' if signum == signal.SIGQUIT else 'a second signal'} killed {{ranks}} at once"
+        case KilledFor.GRACE:
+            return "{ranks} did not leave in time (--grace) and {were} killed"
+        case KilledFor.FAILURE:
+            return f"{{ranks}} did not leave within {FAILURE_GRACE:g} s of another rank's failure and {{were}} killed"
+    if out_of_memory(ending, outcome.facts):
+        return "the kernel killed {ranks} because memory was out"
+    return "{ranks} {were} killed by signal 9 (SIGKILL), which lockstep did not send"
+
+
+def _own_way(ending: Ending, *, saved: bool) -> str:
+    """Say of a rank that was asked to stop how it ended, if not as it was to; empty: it did, or its exception says it.
+
+    One that has not saved may well die of the signal, or choose an exit code.
+    """
+    code = ending.state.exit_code or 0
+    if code < 0 and (saved or -code in _CRASHES):
+        return f"{{ranks}} died on {{their}} way out: signal {-code} ({name(-code)})"
+    if saved and code not in (0, EXIT_SAVED) and not _has_raised(ending):
+        return f"{{ranks}} left with exit code {code}"
+    return ""
 
 
 #: Phases in which a rank that was asked to save may stay for long without coming to a step.
@@ -344,10 +344,6 @@ def not_restarted(why: Refusal, failure: Failure, *, limit: int) -> str:
 def unseen(ranks: Sequence[int], folder: Path | None) -> str:
     """Say where the output is that nobody has seen, which is else lost for not knowing where it is."""
     return f"what {which_ranks(ranks)} wrote is in {folder}"
-
-
-def _where(note: StopNote) -> str:
-    return note.describe()
 
 
 def _last_lines(log: Path) -> list[str]:

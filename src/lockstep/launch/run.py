@@ -299,16 +299,13 @@ class _Run:
             self._streams.resize()
         elif arrival.signum == SAVE:
             self._ask_to_save(arrival)
-        elif self._launcher.attempt.stop_note() is None:
+        else:
             # Of a hang-up the kernel tells the leader of the session, which may be this process, and not the ranks.
             delivered = arrival.from_terminal and arrival.signum != signal.SIGHUP
             self._stop(arrival.signum, delivered=delivered, now=now)
             node = self._launcher.attempt.round.node_rank
             if self._others is not None and not self._launcher.policy.failing:
                 self._others.end(End(Verdict(EndKind.STOPPED, node, signum=arrival.signum).to_json()))
-        elif self._verdict is not None and self._verdict.kind is EndKind.JOINING:
-            self._launcher.policy.stopped_by = arrival.signum  # all ranks have saved, and are not to start again
-        # else all ranks have saved, and leave by themselves
 
     def _stop(self, signum: signal.Signals, *, delivered: bool, now: float) -> None:
         self._announce(signum)
@@ -396,13 +393,14 @@ class _Run:
     def _settle(self, verdict: Verdict) -> None:
         """Start again or finish, now that this machine's ranks have ended and it is known why."""
         self._restarts.adopt(verdict.history)
-        completed = self._launcher.attempt.outcome(self._streams).completed
+        outcome = self._launcher.attempt.outcome(self._streams)
         # Those who have read LOST start again together, whether or not their own ranks had ended. One that has only
-        # lost its connection may have missed that all is done.
-        done = completed and (verdict.kind is EndKind.JOINING or bool(self._lost))
+        # lost its connection may have missed that all is done, or that the job was asked to stop.
+        done = outcome.completed and (verdict.kind is EndKind.JOINING or bool(self._lost))
+        done = done or (outcome.saved and verdict.kind is not EndKind.JOINING)
         again = (
             verdict.again
-            if verdict.kind is EndKind.FAILED
+            if verdict.kind is EndKind.FAILED and not outcome.saved
             else verdict.kind in (EndKind.LOST, EndKind.JOINING) and not done
         )
         if again and self._launcher.policy.stopped_by is None:
@@ -625,15 +623,17 @@ class _Run:
 
     def _announce(self, signum: signal.Signals) -> None:
         """Say that the ranks take a moment to stop, which a user at the keyboard might take for a hang."""
-        policy = self._launcher.policy
-        if policy.stopping or policy.stopped_by is not None or not self._launcher.attempt.listening:
+        policy, attempt = self._launcher.policy, self._launcher.attempt
+        if policy.stopped_by is not None or not attempt.listening or signum == signal.SIGQUIT:
             return
-        if signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        what = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP (the terminal has gone)"}.get(signum, signum.name)
+        again = "" if signum == signal.SIGHUP else "; a second one stops them at once"
+        if attempt.stop_note() is not None:
+            say(f"{what}: the ranks have saved, and leave (within --grace){again}")
+        elif not policy.stopping:
             self._asked_listeners = True
             self._warn_at = time.monotonic() + min(knobs.times().to_a_step, self._spec.grace / 4)
             self._steps_when_asked = {rank: self._launcher.attempt.steps(rank)[1] for rank in policy.alive}
-            what = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP (the terminal has gone)"}.get(signum, signum.name)
-            again = "" if signum == signal.SIGHUP else "; a second one stops them at once"
             text = f"{what}: the ranks finish a step, save and leave (within --grace){again}"
             say(text, once=text)
 
@@ -678,12 +678,10 @@ class _Run:
                 text = report.not_started(launcher.broken or "")
             case LastWord.REFUSED:
                 text = once = self._refused
-            case LastWord.SAVED if outcome.note is not None:
-                text = once = report.saved(outcome, outcome.note, policy.stopped_by, at_once=policy.at_once)
             case LastWord.CAME_LATE if policy.stopped_by is not None:
                 text = once = report.came_late(policy.stopped_by)
-            case LastWord.STOPPED if policy.stopped_by is not None:
-                text = once = report.stopped(outcome, policy.stopped_by, at_once=policy.at_once)
+            case LastWord.SAVED | LastWord.STOPPED:
+                text = once = report.stopped(outcome, policy.stopped_by)
             case LastWord.VERDICT | LastWord.VERDICT_AND_ZYGOTE_LOST if verdict is not None:
                 # A signal, or the end of the zygote, may have come before what was to come of it.
                 is_final = self._verdict is not None and not verdict.again

@@ -15,6 +15,7 @@ from multiprocessing import spawn as multiprocessing_spawn
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import EnvironmentMismatch, LaunchError, RankFailed
+from lockstep.job.files import EXIT_SAVED
 from lockstep.launch import report
 from lockstep.launch.channel import Fork
 from lockstep.launch.folders import JobFolder
@@ -175,19 +176,20 @@ class SpawnContext:
         attempt = self._launcher.attempt
         outcome = attempt.outcome()
         first = outcome.first
-        if first is not None:
-            self._error = RankFailed(
-                report.describe(outcome),
-                rank=first.rank,
-                exit_code=first.exit_code,
-                traceback=(first.record.traceback or None) if first.record is not None else None,
-            )
+        if outcome.saved:
+            code, end, text = EXIT_SAVED, RunEnd.SAVED, report.stopped(outcome, None)
+        elif first is not None:
+            code, end, text = first.exit_code, RunEnd.FAILED, report.describe(outcome)
             step, taken = attempt.steps(first.rank)
             failure = failure_facts(first, step=step, taken=taken, out_of_memory=outcome.out_of_memory)
-            self._launcher.recorder.event("failed", str(self._error), failure=failure, again=False)
-        end = RunEnd.DONE if first is None else RunEnd.FAILED
-        for text in self._launcher.conclude(0 if first is None else first.exit_code, end=end):
-            say(text)
+            self._launcher.recorder.event("failed", text, failure=failure, again=False)
+        else:
+            code, end, text = 0, RunEnd.DONE, ""
+        if first is not None:
+            traceback = None if first.record is None else first.record.traceback or None
+            self._error = RankFailed(text, rank=first.rank, exit_code=code, traceback=traceback)
+        for said in self._launcher.conclude(code, end=end, word=text if outcome.saved else ""):
+            say(said)
         self._close()
 
     def _close(self) -> None:

@@ -175,8 +175,11 @@ def own_mount(target: str | Path, options: str) -> str:
 
 
 def gone_within(pids: list[int], seconds: float) -> list[int]:
-    """Those of ``pids`` that are still there after ``seconds``; returns as soon as none is."""
-    deadline = time.monotonic() + seconds
+    """Those of ``pids`` that are still there after ``seconds``; returns as soon as none is.
+
+    The seconds are those of a machine at rest: where more wants to run than there are cores, they are as many more.
+    """
+    deadline = time.monotonic() + seconds * max(1.0, 2 * os.getloadavg()[0] / (os.cpu_count() or 1))
     while True:
         left = [pid for pid in pids if _is_alive(pid)]
         if not left or time.monotonic() > deadline:

@@ -155,6 +155,8 @@ class Bucket:
         #: Positions of the parameters whose gradient has come in the backward under way, in order; a position is
         #: repeated if its gradient came in portions. Always the same list.
         self.arrived: list[int] = []
+        #: Number of gradients that are to come in the backward under way; see Note [Absent gradients].
+        self.expected = count
         #: Length of ``arrived`` when the bucket was issued.
         self.counted = 0
         #: Slots that were packed before all gradients of the bucket had come.
@@ -199,7 +201,7 @@ class Bucket:
 
     def begin(self) -> None:
         """Begin a backward."""
-        self.counted, self.missing, self.result = 0, [], None
+        self.counted, self.missing, self.result, self.expected = 0, [], None, len(self.params)
         self.packed.clear()
 
     def find_missing(self, pending: set[int]) -> list[int]:

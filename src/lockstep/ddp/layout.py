@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from lockstep.comm.memory import InPlaceMemory, in_place_memory
+from lockstep.ddp.absent import AbsentGradients
 from lockstep.ddp.bucket import Bucket, ParameterSpec, plan_buckets
 from lockstep.ddp.checks import GradientChecks
 from lockstep.ddp.hooks import BackwardListener
@@ -47,6 +48,7 @@ def lay_out(
     sparse = [i for i, param in enumerate(params) if id(param) in sparse_ids]
     dense = [i for i, param in enumerate(params) if id(param) not in sparse_ids]
     memory = _choose_memory([params[i] for i in dense], group, options)
+    overlap = memory is None and options.overlap is not False
     plan = plan_buckets(
         [ParameterSpec.of(params[i]) for i in dense],
         caps=options.bucket_caps if memory is None else [_ALL],
@@ -71,8 +73,9 @@ def lay_out(
         sparse=[SparseSlot(i, params[i], names[i], group, checks.in_sums) for i in sparse],
         group=group,
         as_view=options.gradient_as_bucket_view,
-        overlap=memory is None and options.overlap is not False,
+        overlap=overlap,
         riders=riders,
+        absent=AbsentGradients(params) if overlap and len(positions) > 1 else None,
         listener=listener,
     )
 

@@ -63,6 +63,7 @@ from torch.nn import Parameter
 from lockstep import _torch
 from lockstep.bits import hexdigest
 from lockstep.comm.waiting import wait_for
+from lockstep.ddp.absent import AbsentGradients
 from lockstep.ddp.backward import Averaging, Backward
 from lockstep.ddp.bucket import SMALL, Bucket
 from lockstep.ddp.comm_hooks import CommHook
@@ -102,6 +103,7 @@ class Reducer:
         as_view: whether every grad becomes a view of its bucket.
         overlap: whether buckets are issued during backward.
         riders: the riders, in the order of their flags in the buckets.
+        absent: predicts gradients that will not come; None: all are waited for.
         listener: the object to tell of a gradient that comes while no backward is under way.
     """
 
@@ -116,6 +118,7 @@ class Reducer:
         as_view: bool = True,
         overlap: bool = True,
         riders: Sequence[Rider] = (),
+        absent: AbsentGradients | None = None,
         listener: BackwardListener | None = None,
     ) -> None:
         #: The parameters that are trained.
@@ -136,6 +139,8 @@ class Reducer:
         self._in_portions: set[int] = set() if overlap or at_once else set(range(len(params)))
         self._learned = False
         self._packs_early = False
+        #: Predicts gradients that will not come; the positions of those in the backward under way.
+        self._absent, self._absent_now = absent, set[int]()
         self._lock = threading.Lock()
         #: Buckets whose reduction, of an earlier backward that failed, is still under way.
         self._under_way: list[Bucket] = []
@@ -202,6 +207,8 @@ class Reducer:
         self._open(
             sync=sync, factor=in_buckets * item, divisor=divisor, kept=kept, discards=own == 0 or in_buckets == 0
         )
+        if sync and self._absent is not None:
+            self._wait_for_none_of(self._absent.expect())
 
     def _weigh_item(self) -> float:
         """**Collective** if items are counted. Return the factor of this rank's weight."""
@@ -229,6 +236,12 @@ class Reducer:
             backward.leave_to_holders()
         self.backward = backward
 
+    def _wait_for_none_of(self, absent: set[int]) -> None:
+        self._absent_now = absent
+        for position in absent:
+            if (home := self._home.get(position)) is not None:
+                home.expected -= 1
+
     def require_sync(self) -> None:
         """Average in the backward under way, although it began as an unsynchronised one."""
         backward = self._present()
@@ -254,14 +267,14 @@ class Reducer:
 
         if home is None:
             return on_gradient_at_last
-        bucket, arrived, expected, param = home, home.arrived, len(home), self.params[position]
+        bucket, arrived, param = home, home.arrived, self.params[position]
 
         @_torch.mark_untraced
         def on_gradient(_: object = None) -> None:
             if self.backward is None:
                 self._begin_unannounced()
             append(position)
-            if len(arrived) >= expected:
+            if len(arrived) >= bucket.expected:
                 self._issue_full_buckets()
 
         if param.numel() < SMALL:
@@ -280,7 +293,7 @@ class Reducer:
                 and not _has_other_hooks(param)
             ):
                 bucket.pack_early(slot, self._present().scale(bucket), as_view=self._all.as_view)
-            if len(arrived) >= expected:
+            if len(arrived) >= bucket.expected:
                 self._issue_full_buckets()
 
         return on_large_gradient
@@ -315,6 +328,8 @@ class Reducer:
                 self._weights.add_back()
             if not self._learned:
                 self._learn()
+            if self._absent is not None:
+                self._absent.learn(backward.arrivals(), backward.missing)
             self._all.pending.clear()
             self._all.step += 1
             names = None if backward.skipped else [*map(self._all.names.__getitem__, sorted(unused))]
@@ -432,10 +447,9 @@ class Reducer:
                     backward.issue_next()
 
     def _is_full(self, bucket: Bucket) -> bool:
-        arrived, expected = bucket.arrived, len(bucket)
-        if len(arrived) < expected or bucket.index in self._late_for_good:
+        if len(bucket.arrived) < bucket.expected or bucket.index in self._late_for_good:
             return False
-        if len(set(arrived)) < expected:
+        if not self._absent_now.issuperset(set(bucket.positions).difference(bucket.arrived)):
             self._stays_late(bucket)
             return False
         # Another hook on the parameter that came last runs after ours, so it has not run yet.

@@ -17,7 +17,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 #: Settings of a command that takes a program: what follows the program is not an option of ours.
 PASSES_ON = {"allow_interspersed_args": False}
 
-#: The argument that names a run, as :func:`lockstep.runs.history.find` takes it.
+#: Help for the argument RUN, which :func:`lockstep.runs.history.find` takes.
 _RUN = (
     "RUN is the name of a run, its number in the list that lockstep runs prints, or its folder; the newest by default."
 )
@@ -26,7 +26,7 @@ _MODULE = click.option("-m", "is_module", is_flag=True, help="Run PROGRAM as a m
 
 
 def _files(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete names of files; the shell knows them."""
+    """Complete names of files, which the shell does itself."""
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(incomplete, type="file")]
@@ -117,7 +117,7 @@ def max_restarts(default: str) -> Callable[[_Command], _Command]:
 
 
 class Price(click.ParamType):  # type: ignore[type-arg]  # not generic in older versions of click
-    """A price of a node and an hour."""
+    """A price of a node per hour."""
 
     name = "price"
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lockstep.runs.history import Run
     from lockstep.runs.live import Live, Row
 
-#: Ranks that are planned for where none are named.
+#: The largest world size that is planned for where the user names none.
 _UP_TO = 512
 
 
@@ -69,7 +69,7 @@ def ls(count: int, as_json: bool, folders: tuple[Path, ...]) -> None:
 
 
 def _about(run: Run, number: int) -> dict[str, Any]:
-    """Return what the list of runs says of one, in JSON's types; what its files do not tell is None, which is said."""
+    """Return what the list of runs says of one, in JSON's types; None and a message for what its files don't tell."""
     from lockstep.runs import history, reckoning
 
     seconds: float | None
@@ -204,7 +204,7 @@ def _now(run: Run, rows: list[Row], logged: str) -> Table:
     )
     for column in table.columns[:6]:
         column.justify, column.no_wrap = "right", True
-    # What a rank waits in may be longer than any screen: it has the room that the numbers leave.
+    # The text of what a rank waits in may be longer than any screen, so it gets the room that the numbers leave.
     table.columns[6].ratio, table.columns[6].no_wrap, table.columns[6].overflow = 1, True, "ellipsis"
     for row in rows:
         parts = [f"{row.waiting:.0%}", f"{row.data:.0%}", f"{as_size(row.memory)}"]

@@ -1,4 +1,4 @@
-"""``lockstep submit``: print what starts a job under a scheduler."""
+"""``lockstep submit``: print a script or manifest that starts a job under a scheduler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def submit() -> None:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What every scheduler is asked for."""
+    """The options that every scheduler has."""
 
     nodes: int
     ranks: int

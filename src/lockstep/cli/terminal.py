@@ -1,4 +1,4 @@
-"""What commands share that print: a console, JSON, errors as one line, and where to look for runs."""
+"""What commands have in common: a console, JSON, errors as one line, and where to look for runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.codes import CodedEnum
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: Columns where there is no terminal to ask.
+#: The width in columns where standard output is no terminal.
 _WIDTH = 160
 
 
@@ -85,7 +85,7 @@ def errors(*kinds: type[Exception]) -> Iterator[None]:
     """Show errors as one line, after the command's name, with exit code 2; with --json also as JSON.
 
     Args:
-        kinds: those of them beside lockstep's own and the system's.
+        kinds: errors that are shown so beside lockstep's own and the system's.
     """
     from lockstep import _files
     from lockstep.errors import LockstepError, code_of

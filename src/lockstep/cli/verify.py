@@ -97,5 +97,5 @@ def verify(
 
 
 def _leave(signum: int, _frame: FrameType | None) -> None:
-    """End as a signal asks for; what runs is ended on the way out."""
+    """End the command, as the signal asks; the run under way is ended on the way out."""
     sys.exit(128 + signum)

@@ -1,1 +1,1 @@
-"""Open and close process groups, and the small collectives that every other room uses."""
+"""Open and close process groups, and run the small collectives that every other room uses."""

@@ -1,7 +1,7 @@
-"""Calls that all ranks must make together: by which name errors and the launcher know them.
+"""Calls that all ranks must make together, and the names by which errors and the launcher know them.
 
-The usual mistake with them is ``if world.is_main: checkpointer.save()``: one rank waits for the others in a call that
-never comes there. What fails then is a collective far below; its error is to name the call that the script made.
+The usual mistake with them is ``if world.is_main: checkpointer.save()``: one rank waits in a call that the others never
+make. What fails then is a collective far below; its error is to name the call that the script made.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def of_all_ranks(name: str) -> Callable[[Callable[Given, Result]], Callable[Give
 
 
 class calling:  # (used as a verb, like contextlib.suppress)
-    """A context: this rank is in ``name``, which all ranks must call. Within another one it does nothing."""
+    """Return a context: this rank is in ``name``, which all ranks must call. Within another one it does nothing."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -52,7 +52,7 @@ class calling:  # (used as a verb, like contextlib.suppress)
 
 
 def _may_be_alone(error: LockstepError) -> bool:
-    """Return whether the others may not have made the call; a rank that has failed is another matter."""
+    """Return whether the error may come from other ranks not making the call, rather than from a rank's failure."""
     if isinstance(error, PeerLost):
         return fates.WITHOUT_ERROR in str(error)
     return isinstance(error, (CollectiveMismatch, CollectiveTimeout))

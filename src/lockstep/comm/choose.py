@@ -1,9 +1,9 @@
-"""The default group of CPU ranks that did not choose a backend: "shm" if it opens on all of them, else "hierarchical"
-if that does (the job spans hosts, and some host has several ranks), else gloo.
+"""Choose the default group's backend for CPU ranks that name none: "shm" if it opens on all of them, else
+"hierarchical" if that does (the job spans hosts, and some host has several ranks), else gloo.
 
 Note [All ranks or none]: the ranks open the group's memory first, by themselves, and tell each other whether that
 went well; what torch has to do afterwards waits for nobody, and is told as well. So a rank where the backend fails,
-whatever fails in it, is waited for by no other: all hear of it and take gloo together.
+whatever fails in it, keeps no other waiting: all hear of it and take the next backend together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FAREWELL = 10.0
 
 
 def open_fastest(store: Store, identity: Identity, timeout: float) -> None:
-    """**Collective.** Open torch's default group, for CPU tensors. A warning says so if it can't be the fastest.
+    """**Collective.** Open torch's default group, for CPU tensors. Warns if ranks of one host can't share memory.
 
     Raises:
         RendezvousError: a rank did not come within ``timeout`` seconds.
@@ -102,7 +102,7 @@ def _try(backend: str, store: Store, identity: Identity, timeout: float) -> str 
         group = Group(engine, timeout=timeout, name="world")
         _hand_to_torch(backend, store, identity, timeout, group)
     except ApartError as error:
-        return str(error)  # which all ranks have
+        return str(error)  # all ranks raised the same error
     except RendezvousError:
         raise  # a rank did not come
     except Exception as error:  # noqa: BLE001  (told to all ranks, and to the user by the warning)

@@ -1,8 +1,8 @@
-"""The end of a job: what ranks hold then is compared by the last of them to come, and no rank waits.
+"""Compare at the end of a job what the ranks hold: the last rank to come compares, and no rank waits.
 
-Ranks end when they end, and one that waits at its exit for another that never comes would hang. So each leaves what it
-has to say in the process group's store, and then looks whether all have: the last one finds everything there and
-compares. Where the store is gone by then (its rank has ended first), nothing is compared.
+A rank that waited at its exit for another one might wait for ever. So each leaves what it has to say in the process
+group's store, and then looks whether all have: the last one finds everything there and compares. Where the store is
+gone by then (its rank has ended first), nothing is compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.text import which_ranks
 
 
 class Compared(Protocol):
-    """Has something to compare at the end."""
+    """An object, such as a replica, that has something to compare at the end."""
 
     def at_end(self) -> tuple[str, Sequence[Sequence[str]]] | None:
         """Return what it is, and the names and digests of its parts; None: nothing is to be compared."""
@@ -27,18 +27,18 @@ class Compared(Protocol):
 
 
 _living: WeakValueDictionary[int, Any] = WeakValueDictionary()
-#: Rank that is gone already -> its last message.
+#: Number of an object that is gone already -> what it said before.
 _said: dict[int, tuple[str, Sequence[Sequence[str]]]] = {}
 
 
 def follow(number: int, ending: Compared) -> None:
-    """Compare what ``ending`` says at the end with what those of this number say on the other ranks. It is held
-    weakly."""
+    """Compare what ``ending`` says at the end with what the objects of the same number say on the other ranks. It is
+    held weakly."""
     _living[number] = ending
 
 
 def leave(number: int) -> None:
-    """Compare nothing of this number."""
+    """Stop following the object of this number: nothing of it is compared."""
     _living.pop(number, None)
     _said.pop(number, None)
 
@@ -53,7 +53,7 @@ def say_now(number: int, ending: Compared) -> None:
 
 
 def compare() -> None:
-    """Leave word for the other ranks, and compare if they all have. Warns if they hold different things."""
+    """Leave for the other ranks what this one holds, and compare if all have done so. Warns if they differ."""
     told = dict(_said)
     for number, ending in sorted(_living.items()):
         said = ending.at_end()

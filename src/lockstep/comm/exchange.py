@@ -1,4 +1,4 @@
-"""Small records from every rank to every rank: how ranks compare notes before they do anything expensive.
+"""Exchange small records between all ranks, by which they compare notes before they do anything expensive.
 
 Records travel as JSON, never as pickle: what arrives from a peer is data, not code.
 """
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lockstep import _torch
 from lockstep.comm.waiting import wait_for
 
-#: Bytes of the message that tells the length of a record and brings its beginning.
+#: Bytes of the first message, which has a record's length and its beginning.
 _FIRST = 1024
 _LENGTH = struct.Struct("<q")
 

@@ -20,7 +20,7 @@ class Gpu:
         self._device = device
 
     def event(self) -> Event:
-        return cast("Event", torch.cuda.Event(enable_timing=True))  # which takes only its own kind for the end
+        return cast("Event", torch.cuda.Event(enable_timing=True))  # its elapsed_time() takes torch's own events only
 
     def record(self, event: Event) -> None:
         assert isinstance(event, torch.cuda.Event)

@@ -1,4 +1,4 @@
-"""One process a rank: what a rank starts inherits its variables, and is told so before it waits for ranks in vain.
+"""Refuse a second process for a rank: what a rank starts inherits its variables, and would wait for ranks in vain.
 
 Note [Guests]
 ~~~~~~~~~~~~~
@@ -41,7 +41,7 @@ def refuse(identity: Identity) -> None:
         EnvironmentMismatch: this process's rank has joined the world, or trains without it.
     """
     if identity.world_size == 1:
-        return  # there is nobody to wait for
+        return  # a lone rank waits for nobody
     who = f"this process ({os.getpid()}) was started by rank {identity.rank} of {identity.world_size}"
     joined = knobs.joined()
     if joined is not None and joined[0] != os.getpid() and joined[1] == place():

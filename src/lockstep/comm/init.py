@@ -1,4 +1,4 @@
-"""Open and close the world: the recipe that turns an environment into a process group, a device, threads and seeds."""
+"""Open and close the world: turn an environment into a process group, a device, threads and seeds."""
 
 from __future__ import annotations
 
@@ -84,11 +84,13 @@ def init(
             ``step/deterministic.py`` lists the switches. False: they stay as they are.
 
     Raises:
-        EnvironmentMismatch: the launcher's variables are incomplete or contradict each other, there are more ranks than
-            GPUs, or this process's parent is this rank already.
+        EnvironmentMismatch: the launcher's variables are incomplete or contradict each other, hosts ask for different
+            backends, there are more ranks than GPUs, or this process's parent is this rank already.
         RendezvousError: the ranks could not meet within ``timeout``, or the port is taken.
-        ValueError: the backend is unknown or not available here, or the timeout is not positive.
-        LockstepError: ``init`` was called before with other arguments in force.
+        ValueError: the backend is unknown or not available here, the timeout is not positive, or the seed is negative
+            or 2**63 or more.
+        LockstepError: ``init`` was called in this process already, or the ranks passed different values of ``seed`` or
+            ``deterministic``.
     """
     global _world, _owns_group
     if _world is not None and dist.is_initialized():
@@ -152,10 +154,10 @@ def current_world() -> World | None:
 
 
 def shutdown() -> None:
-    """Leave the world and close what :func:`init` opened. Leaving the process does the same by itself.
+    """Leave the world and close what :func:`init` opened. A process that ends without an exception does so by itself.
 
-    The last rank to leave looks whether all replicas hold the same, and warns if they don't (comm/ending.py); no rank
-    waits for it.
+    The last rank to leave compares what all replicas hold, and warns if they differ (comm/ending.py); no rank waits for
+    that.
     """
     global _world, _owns_group
     if _world is not None:
@@ -243,7 +245,7 @@ def _known_backends() -> list[str]:
 
 
 def _divide_threads(identity: Identity) -> None:
-    """This rank's share of the cores, where no launcher and no user has said a number; fewer stay fewer."""
+    """Take this rank's share of the cores, unless the launcher or the user has set a number; fewer stay fewer."""
     if not any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
         torch.set_num_threads(min(torch.get_num_threads(), machine.share_of_cores(identity.local_world_size)))
 
@@ -316,7 +318,7 @@ def _rendezvous_store(identity: Identity, timeout: timedelta) -> Store:
 
 
 def _connect(identity: Identity, timeout: timedelta) -> Store:
-    """torch's own ``env://`` rendezvous, under a limit that holds.
+    """Return the store of torch's own ``env://`` rendezvous, under a time limit that always holds.
 
     A client of torch's TCPStore that reaches some other program's port waits for an answer without any limit, so it
     waits in a separate thread, which is abandoned if it does not come back: the caller gets the error and will end.
@@ -348,7 +350,7 @@ def _connect(identity: Identity, timeout: timedelta) -> Store:
 
 def _wait_for_rank_0(host: str, port: int, until: float) -> None:
     """Wait until something listens where rank 0 serves the store: hosts start in any order, and a name may be known
-    only later. torch waits as well, with a stack of C++ frames for each try."""
+    only later. torch would wait as well, but prints a stack of C++ frames for each try."""
     began, told = time.monotonic(), False
     while True:
         try:
@@ -378,7 +380,7 @@ def _hint(error: Exception, backend: str | None) -> str:
 
 
 def _agree_on_seed(seed: int | None, group: dist.ProcessGroup, *, deterministic: bool) -> int:
-    """Rank 0's seed, after checking that every rank asked for the same one, and for ``deterministic`` alike."""
+    """**Collective.** Return rank 0's seed, once all ranks have asked for the same one, and ``deterministic``."""
     if seed is True or (seed is not None and not 0 <= seed < 2**63):
         raise ValueError(f"seed={seed}: expected 0 <= seed < 2**63, None to draw one, or False to seed nothing")
     proposals = all_gather_records([seed, deterministic, secrets.randbits(63) if seed is None else seed], group)
@@ -390,8 +392,8 @@ def _agree_on_seed(seed: int | None, group: dist.ProcessGroup, *, deterministic:
 
 
 def _seed_everything(seed: int, identity: Identity, device: torch.device) -> None:
-    """Every rank as a lone process would be; see Note [Random numbers of a rank]. A GPU of another rank than 0 gets a
-    seed of its own, derived from (seed, rank)."""
+    """Seed every rank as a lone process would be; see Note [Random numbers of a rank]. The GPU of each rank but 0 gets
+    a seed of its own, derived from (seed, rank)."""
     streams.begin(rank=identity.rank, world_size=identity.world_size)
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -1,7 +1,7 @@
-"""A look at sums while they are made: at values that are not finite, without another pass over memory.
+"""Look for values that are not finite in sums while they are made, without another pass over memory.
 
-A backend that adds up in its ranks' own time has every piece of the sum in the processor's cache once, and there it
-costs next to nothing to look. "shm" does so for memory that it reduces in place (comm/memory.py).
+A backend whose ranks add up by themselves has every piece of the sum in the processor's cache once, and looking at it
+there costs next to nothing. "shm" does so for memory that it reduces in place (comm/memory.py).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-#: A number of elements that no cache near the processor can hold.
+#: Elements from which on a tensor does not fit into a core's own caches.
 _MANY = 1 << 18
 _DOTTED = (torch.float32, torch.float64)
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 def total_of(values: Tensor) -> Tensor:
-    """Return a number (0-dim) that is infinite or NaN if one of ``values`` is; also if all are finite and huge.
+    """Return a number (0-dim) that is infinite or NaN if one of ``values`` is, or if all are finite but huge.
 
     Of many values, which come from memory, the products of one half with the other are added up: on a CPU that takes
     three quarters of the time of a sum.
@@ -35,7 +35,7 @@ class SumLook:
     """What was seen in the latest of the sums of one tensor over the ranks. All ranks look, or none.
 
     Args:
-        ends: where each part of the tensor ends that is told from the others, in elements.
+        ends: the element at which each part of the tensor ends; values are found by part.
     """
 
     def __init__(self, ends: Sequence[int]) -> None:
@@ -44,8 +44,8 @@ class SumLook:
         self.is_suspicious = False
         #: Rank -> the parts in which its values were not finite, as far as this rank has seen them.
         self.found: dict[int, set[int]] = {}
-        #: The parts in which rank 0's values may have been so as well: the sum has replaced them, and with another
-        #: rank's it is not finite in any case.
+        #: The parts in which rank 0's values may not have been finite either: the sum has replaced them, and it is not
+        #: finite in any case where another rank's value is not.
         self.unclear: set[int] = set()
 
     def begin(self) -> None:
@@ -67,14 +67,14 @@ class SumLook:
     def _find(self, pieces: Sequence[Tensor], start: int) -> None:
         bad = ~pieces[0].isfinite()
         if not bool(bad.any()):
-            return  # huge values
+            return  # finite but huge values have overflowed in total_of
         self.is_suspicious = True
         left = bad.clone()
         for rank, piece in enumerate(pieces[1:], 1):
             theirs = bad & ~piece.isfinite()
             self._note(rank, theirs, start)
             left &= ~theirs
-        self._note(0, left, start)  # whose own values the sum has replaced
+        self._note(0, left, start)  # rank 0's own values are replaced by the sum
         self.unclear |= self._parts(bad & ~left, start)
 
     def _note(self, rank: int, bad: Tensor, start: int) -> None:

@@ -3,7 +3,7 @@
 torch's backends have two methods for memory of their own, ``supports_tensor_alloc(device)`` and
 ``allocate_tensor(size, dtype=, device=)`` (FSDP2 uses NCCL's). A backend that also says ``reduces_in_place`` promises
 that an all-reduce of such a tensor, or of the same part of it on every rank, copies nothing in or out. The backend
-"shm" does, and has two more ways to use it, which spare checks in each step and add up rows in an order that is given.
+"shm" does, and uses such memory in two more ways: a sum whose checks are made once, and sums of rows in a given order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RowOrder:
     places: tuple[tuple[int, int], ...]
     #: Positions in ``places``, in order: the second is added to the first. In the end the sum of all is at 0.
     pairs: tuple[tuple[int, int], ...]
-    #: The sum's elements are multiplied: those before the first number by the first factor, and so on.
+    #: (end, factor), in order: the sum's elements from the end before (at first 0) up to ``end`` are multiplied by it.
     factors: tuple[tuple[int, float], ...]
 
 
@@ -41,7 +41,7 @@ class InPlaceMemory(Protocol):
 
     def in_place_sum(self, tensor: torch.Tensor, look: SumLook | None = None) -> Callable[[str], None]:
         """Return a **collective** function that adds up all ranks' ``tensor``, which is such memory, and returns when
-        it is done. It takes a label (labels.py). All that an all-reduce checks is checked once, here.
+        it is done. It takes a label (labels.py). What an all-reduce checks in each call is checked once, here.
 
         Args:
             tensor: as :meth:`allocate_tensor` returned it, or a contiguous part of it.
@@ -68,9 +68,9 @@ def add_up(rows: Sequence[torch.Tensor], order: RowOrder, *, start: int) -> None
     """Add up the same columns of all rows, into the first of them, and multiply.
 
     Args:
-        rows: as ``order.places`` has them. They are written to.
+        rows: as ``order.places`` lists them. They are written to.
         order: what is added to what.
-        start: the column that they begin with.
+        start: the number of their first column.
     """
     for target, source in order.pairs:
         rows[target].add_(rows[source])

@@ -3,10 +3,10 @@
 MPI moves bytes and nothing else. Elements are combined here, in order of rank, as over shared memory: so the bits are
 the same on every rank, and those of ``"shm"``, whatever algorithm MPI takes for a size and a network.
 
-MPI's waits have no limits, so every one is a loop of tests. What is wrong is told by the store that the group was
-opened with, as between hosts (Note [Waiting for another host] in ``hosts/between.py``): why the group has ended; and
-who waits, when a rank that has no more time asks. A rank whose process dies is named where it was on the same host. On
-another host, and by default everywhere, mpirun ends the job.
+MPI's waits have no limits, so every one is a loop of tests. Ranks tell each other by the store that the group was
+opened with what is wrong, as between hosts (Note [Waiting for another host] in ``hosts/between.py``): why the group has
+ended; and who waits, when a rank that has no time left asks. A rank whose process dies is named by the ranks of its
+host. On another host, and by default everywhere, mpirun ends the job.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ from lockstep.text import which_ranks
 
 #: Bytes that go with a header: a tensor that is no larger needs no exchange of its own.
 EAGER = 4096
-#: Tests before a waiting rank offers its core; seconds until it sleeps between tests, and until a rank must be late;
-#: and both sleeps. (MPI moves nothing while nobody tests: a rank that sleeps soon makes its own transfers slow.)
+#: Tests before a waiting rank offers its core to others.
 _TESTS = 60
+#: Seconds for which it offers its core before it sleeps between tests, and after which another rank must be late, so
+#: that it sleeps longer. (MPI moves nothing while nobody tests: a rank that sleeps soon slows its own transfers down.)
 _YIELDING, _LASTING = 0.1, 2.0
+#: Seconds of both sleeps.
 _NAP, _SLEEP = 50e-6, 1e-3
 #: Seconds between two looks at the processes and the store, and for an answer of the other ranks.
 _SLICE = 0.05
@@ -66,7 +68,7 @@ class MpiEngine(Engine):
             timeout: seconds to wait for the other ranks.
 
         Raises:
-            RendezvousError: a rank did not come, or is none of this MPI job's.
+            RendezvousError: a rank did not come, or is none of this MPI job's, or MPI takes calls of one thread only.
         """
         super().__init__(rank=rank, size=size)
         mpi: Any = importlib.import_module("mpi4py.MPI")
@@ -257,7 +259,7 @@ class MpiEngine(Engine):
     # --- moving bytes ----------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Compare fingerprints, once in a collective."""
+        """**Collective.** Compare fingerprints, once in a collective."""
         if self._fresh:
             self._compare(None)
 
@@ -330,7 +332,7 @@ class MpiEngine(Engine):
     # --- what is wrong ---------------------------------------------------------------------------------------------
 
     def _look(self, what: str) -> None:
-        """Look, now and then, whether the group has ended, a process has, or a rank asks who waits."""
+        """Look, once in ``_SLICE`` seconds, whether the group or a process has ended, or a rank asks who waits."""
         now = time.monotonic()
         if now - self._looked < _SLICE:
             return
@@ -385,5 +387,5 @@ class _Request:
 
 
 def _bytes(flat: torch.Tensor) -> Any:
-    """The memory of a flat tensor, as MPI takes it."""
+    """Return the memory of a flat tensor, as MPI takes it."""
     return flat.view(torch.uint8).numpy()

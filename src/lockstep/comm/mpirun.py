@@ -1,4 +1,4 @@
-"""Where the ranks of ``mpirun -n 4 python train.py`` meet: mpirun gives each its number, and no address.
+"""Let the ranks of ``mpirun -n 4 python train.py`` meet: mpirun gives each its number, but no address.
 
 On one host they meet at a file in a folder of the user's, named after the process of MPI's that started them all; it is
 removed by the last rank that leaves, or, if the job was killed, by a later job. On several hosts rank 0 listens at a
@@ -26,7 +26,7 @@ from lockstep.errors import EnvironmentMismatch
 from lockstep.identity import Identity
 from lockstep.schedulers.place import mpi_variables
 
-#: Names of the process by which MPI's launchers start a host's ranks.
+#: Names of the processes by which MPI's launchers start a host's ranks.
 _STARTERS = ("hydra_pmi_proxy", "prterun", "prted", "orted", "orterun", "mpirun", "mpiexec")
 
 
@@ -39,9 +39,9 @@ def meet(identity: Identity, timeout: timedelta, *, number: int) -> Store:
     """**Collective.** Return a store that all ranks share.
 
     Args:
-        identity: of this rank.
+        identity: this rank's.
         timeout: how long to wait for the others.
-        number: of the meeting, in this process; the same on every rank.
+        number: counts the meetings of this process; the same on every rank.
 
     Raises:
         EnvironmentMismatch: the ranks are on several hosts and mpi4py is not installed, or the user's folder belongs to
@@ -102,7 +102,7 @@ def _folder() -> Path:
 
 
 def _tidy(folder: Path) -> None:
-    """Remove files of jobs that were killed: whose starter is gone."""
+    """Remove the files of jobs that were killed, which are those whose starter is gone."""
     for file in folder.iterdir():
         pid, _, rest = file.name.partition("-")
         if pid.isdecimal() and str(_proc.started(int(pid))) != rest.partition("-")[0]:

@@ -4,9 +4,9 @@ Note [Rows]
 ~~~~~~~~~~~
 An all-reduce adds up one tensor of each rank, in an order that depends on how many ranks there are. Here each rank has
 some rows, or none, and says what is to be added to what (Note [One tree] in ``step/tree_sum.py``). Every rank owns a
-part of the columns. In memory that the ranks share it adds up its columns where they are. Elsewhere each rank sends
-each other one that one's columns of its rows, and gets back what becomes of them: as many bytes as an all-reduce moves,
-if every rank has one row.
+part of the columns. In memory that the ranks share it adds up its columns in place. Elsewhere each rank sends every
+other rank the columns that it owns, and gets back their sums: as many bytes as an all-reduce moves, if every rank has
+one row.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Rows:
         group: the ranks.
         width: elements of a row.
         count: rows that a rank may have; at least one.
-        dtype: of the numbers.
-        device: where they are.
+        dtype: the numbers' dtype.
+        device: the numbers' device.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Rows:
 
 
 class _Part:
-    """Some of the columns on their way: to those who add them up, and back."""
+    """Some of the columns on their way: to the ranks that add them up, and back."""
 
     def __init__(self, rows: Rows, order: RowOrder, start: int, stop: int) -> None:
         self._of, self._order, self._start, self._stop = rows, order, start, stop
@@ -111,7 +111,7 @@ class _Part:
         self._work = dist.all_to_all_single(flat, message, *splits, group=rows._group, async_op=True), message
 
     def add_up(self, what: Callable[[], str]) -> None:
-        """**Collective.** Add up what has come, and begin to give it back."""
+        """**Collective.** Add up what has come, and begin to send the sums to all ranks."""
         self._wait(what)
         rows, width = self._of, self._width
         sums = [*self._received]
@@ -120,7 +120,7 @@ class _Part:
         self._work = dist.all_gather([*self._whole], sums[0], group=rows._group, async_op=True), sums[0]
 
     def take(self, what: Callable[[], str]) -> None:
-        """Put what has come back into the first row."""
+        """Put the sums that have come back into the first row."""
         self._wait(what)
         self._of.rows[0, self._start : self._stop] = self._whole.view(-1)[: self._stop - self._start]
 

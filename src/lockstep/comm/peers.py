@@ -1,4 +1,4 @@
-"""How ranks hand small records to each other: by the world's process group, or beside training by its store.
+"""Hand small records from rank to rank: by the world's process group, or beside training by its store.
 
 Note [Records in the background]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -70,7 +70,7 @@ class OverGroup:
         return self._world.world_size
 
     def gather(self, record: Any) -> list[Any]:
-        """**Collective.**"""
+        """**Collective.** Return every rank's record, in order of rank."""
         return all_gather_records(record, self._world.group)
 
 
@@ -94,14 +94,14 @@ class OverStore:
         self._round = 0
 
     def gather(self, record: Any) -> list[Any]:
-        """**Collective.**
+        """**Collective.** Return every rank's record, in order of rank.
 
         Raises:
             CollectiveTimeout: a rank's record did not come in time; the message names the ranks.
         """
         self._round += 1
         self._store.set(self._name(self._round, self.rank), json.dumps(record))
-        if self._round > 2:  # a rank in this round has read all of the last but one
+        if self._round > 2:  # this rank has read all records of the last round, so all have read those before
             self._store.delete_key(self._name(self._round - 2, self.rank))
         deadline, pause = time.monotonic() + self._timeout, _FIRST_PAUSE
         names = [self._name(self._round, rank) for rank in range(self.world_size)]

@@ -26,7 +26,7 @@ _BY_NAME = {name: kind for kind, name in _KNOWN.items()}
 def together(
     peers: Peers, attempt: Callable[[], Result], tell: Callable[[Result], Any], *, what: str
 ) -> tuple[Result, list[Any]]:
-    """**Collective.** Return what ``attempt`` made on this rank, and what ``tell`` says of every rank's.
+    """**Collective.** Return the result of ``attempt`` on this rank, and what ``tell`` says of every rank's result.
 
     Args:
         peers: the ranks, and how they talk.
@@ -35,10 +35,10 @@ def together(
         what: what is being attempted, for the message.
 
     Raises:
-        LockstepError: ``attempt`` raised one of lockstep's errors on some rank: that of the first such rank, of the
-            same class and in the same words on all.
-        Exception: whatever else it raised, on the rank where it did. Another rank raises a ValueError or TypeError if
-            it was one, else a LockstepError, with the error of the first rank that failed.
+        LockstepError: ``attempt`` raised one of lockstep's errors on the first rank where it failed: all ranks raise
+            it, of the same class and in the same words.
+        Exception: anything else, on the rank where ``attempt`` raised it. The other ranks raise the error of the first
+            rank that failed: a ValueError or TypeError if it was one, else a LockstepError.
     """
     mine: Exception | None = None
     record: dict[str, Any]
@@ -72,11 +72,12 @@ def agreed(
         what: what is being checked, for the message.
         check: makes the result, or raises.
         facts: what must be the same on every rank, in JSON types.
-        remedies: what to do about a fact that differs, by its name; "" for all others.
+        remedies: what to do about a fact that differs, by its name; that of "" holds for all others.
 
     Raises:
         ValueError: the facts differ; the message names each rank's. Or ``check`` raised one on another rank.
-        LockstepError: it failed in another way on another rank.
+        TypeError: ``check`` raised one on another rank.
+        LockstepError: ``check`` failed in another way on another rank.
     """
     result, told = together(peers, check, facts, what=what)
     for name in dict.fromkeys(name for each in told for name in each):

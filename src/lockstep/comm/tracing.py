@@ -1,5 +1,5 @@
-"""What a trace sees of collectives while its window is open, with nothing of it there otherwise; and of torch.profiler,
-whose profiles may be exported later, from when the window opens.
+"""Record collectives for a trace while its window is open, by methods that are in place only then; and keep what
+torch.profiler exports from the time when the window opens, which may be after it has closed.
 
 Collectives have numbers that are the same on all of their group's ranks, so that a reader can tell who came when to
 which. Over lockstep's own engines these are the numbers that errors name, and a collective is recorded where it runs,
@@ -62,19 +62,19 @@ _PROFILES, _LARGEST = 4, 512 * 2**20
 
 
 class Replacing:
-    """Puts other methods in the place of some, and these back."""
+    """Replaces methods, and puts the original ones back."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def replace(self, owner: object, name: str, method: Callable[..., Any]) -> None:
-        """Put ``method`` in the place of what ``owner`` itself has by this name."""
+        """Replace the method that ``owner`` itself, not a class above it, has by this name."""
         before = vars(owner)[name]
         self._undo.append(lambda: setattr(owner, name, before))
         setattr(owner, name, _torch.mark_untraced(method))
 
     def undo(self) -> None:
-        """Put all back."""
+        """Put all original methods back."""
         while self._undo:
             self._undo.pop()()
 
@@ -106,7 +106,7 @@ class _Collectives:
 
 
 def _run_recorded(run: Callable[..., None], recorder: EventWriter) -> Callable[..., None]:
-    """Return what records a collective over one of lockstep's engines, from its turn to its end."""
+    """Return a method that records a collective over one of lockstep's engines, from its turn to its end."""
     names: dict[tuple[str, bytes], int] = {}
 
     def recorded(self: group.Group, name: str, fingerprint: bytes, *rest: Any) -> None:
@@ -128,9 +128,9 @@ def _run_recorded(run: Callable[..., None], recorder: EventWriter) -> Callable[.
 def _issue_recorded(
     issue: Callable[..., Any], name: str, recorder: EventWriter, waits: WeakKeyDictionary[Any, tuple[int, int]]
 ) -> Callable[..., Any]:
-    """Return what records the call that issues a collective of torch's own, and remembers its work.
+    """Return a method that records the call that issues a collective of torch's own, and remembers its work.
 
-    Its number is 0 where torch has none.
+    The recorded number is 0 where torch has none.
     """
     is_uncounted = issue.__name__ in _OF_MESSAGES
     names: dict[tuple[object, ...], tuple[int, int]] = {}
@@ -168,7 +168,7 @@ def _issue_recorded(
 def _wait_recorded(
     wait: Callable[..., Any], recorder: EventWriter, waits: WeakKeyDictionary[Any, tuple[int, int]]
 ) -> Callable[..., Any]:
-    """Return what records a wait for such a work, of which nothing else tells when it was complete."""
+    """Return a method that records a wait for such a work; nothing else tells when the work was complete."""
 
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
         of = waits.pop(self, None)
@@ -201,7 +201,7 @@ class _Profiles:
         self._is_here = False
 
     def open(self, recorder: EventWriter) -> None:  # noqa: ARG002  (what is exported has its own clock)
-        """See :class:`~lockstep.job.tracing.Eye`. For good: a profile may be exported when the window is over."""
+        """See :class:`~lockstep.job.tracing.Eye`. This is never undone: a profile may be exported after the window."""
         if self._is_here:
             return
         self._is_here = True

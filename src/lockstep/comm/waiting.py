@@ -1,4 +1,4 @@
-"""Wait for a collective, and say something useful if it fails."""
+"""Wait for a collective, and raise an error that says what failed, where, and why."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ _TAG = 0x10C5
 
 
 def wait_for(wait: Callable[[], object], what: Callable[[], str], *, name: str | None = "a collective") -> None:
-    """Call ``wait``, which ends within the process group's timeout, and name ``what`` failed if it does.
+    """Call ``wait``, which ends within the process group's timeout; if it fails, raise an error that names ``what``.
 
     Args:
         wait: the ``wait`` method of a work or a future.
         what: describes this rank, its step and the operation; called only after a failure.
-        name: what the recorder calls it; None if ``wait`` tells the recorder itself.
+        name: the wait's name on the rank's page; None if ``wait`` notes itself there.
 
     Raises:
         CollectiveTimeout: a rank did not arrive within the process group's timeout.
         PeerLost: a rank is gone.
+        LockstepError: what else one of lockstep's own backends has raised, CollectiveMismatch above all.
     """
     try:
         if name is None:
@@ -35,7 +36,7 @@ def wait_for(wait: Callable[[], object], what: Callable[[], str], *, name: str |
         else:
             with flight.waiting(name):
                 wait()
-    except LockstepError as error:  # of a backend that knows more than its words: it names ranks and places
+    except LockstepError as error:  # one of lockstep's own backends, whose error names ranks and places
         raise type(error)(f"{what()}: {error}") from error
     except RuntimeError as error:
         raise failure(error, what()) from error
@@ -45,7 +46,7 @@ def failure(error: RuntimeError, what: str) -> LockstepError:
     """Return the lockstep error for a backend's error."""
     text = str(error)
     for kind in (CollectiveMismatch, CollectiveTimeout, PeerLost):
-        # And a future tells what its callback raised only by its words, followed by the callback's stack.
+        # A future tells what its callback raised by the error's text alone, followed by the callback's stack.
         _, raised, told = text.partition(f"error when running the callback: {kind.__name__}: ")
         if raised:
             return kind(f"{what}: {told.partition('At:')[0].rstrip()}")
@@ -64,7 +65,7 @@ def failure(error: RuntimeError, what: str) -> LockstepError:
 
 
 def _is_timeout(error: RuntimeError) -> bool:
-    """Return whether a peer is late and not lost: backends say so only in words, gloo "Timed out waiting", NCCL
+    """Return whether a peer is late rather than lost: backends say so in words only, gloo "Timed out waiting", NCCL
     "timeout"."""
     text = str(error).lower()
     return "timed out" in text or "timeout" in text
@@ -92,7 +93,7 @@ def meet_over_gloo(group: dist.ProcessGroup, limit: timedelta) -> None:
     for rank, into in tokens.items():
         try:
             arrivals[rank] = group.recv([into], rank, _TAG)
-        except RuntimeError as error:  # it is known already that the rank is gone
+        except RuntimeError as error:  # gloo knows already that the rank is gone
             missing[rank] = error
     for rank, arrival in arrivals.items():
         try:

@@ -72,8 +72,8 @@ class World:
     def share(self) -> BatchShare | None:
         """This rank's share of the global batch in hand, set by the sharded loader; see Note [Exact mean].
 
-        Set it where something else than samples makes the mean and :meth:`weigh` can't say it (class weights): it then
-        counts for everything until the loader hands out its next batch, or outside of a loader's loop until you set it
+        Set it where the mean is not over samples and :meth:`weigh` can't express it either (class weights). It then
+        holds for everything until the loader hands out its next batch, or outside of a loader's loop until you set it
         again. docs/weights.md shows how. After :meth:`weigh` its ``global_samples`` is NaN: not known yet.
         """
         return self._in_hand.share
@@ -85,13 +85,13 @@ class World:
     def weigh(self, items: int) -> None:
         """Say before ``backward()`` that this rank's loss is the mean over ``items`` items: tokens, say.
 
-        The gradients that :func:`lockstep.replicate` averages are then those of the mean over all items of all ranks,
-        to the last bit of precision that there is: the counts ride with them, and no collective comes on top.
-        Backwards inside :func:`lockstep.no_sync` are weighed in the same way, and all that were accumulated make one
-        mean: let each loss be the mean over its own items. Every rank weighs, or none. docs/weights.md shows how.
+        The gradients that :func:`lockstep.replicate` averages are then those of the mean over all items of all ranks:
+        where a backward that averages begins, one small all-reduce adds up the ranks' counts. Backwards inside
+        :func:`lockstep.no_sync` are weighed in the same way, and all that were accumulated make one mean: let each loss
+        be the mean over its own items. Every rank weighs, or none. docs/weights.md shows how.
 
-        It counts for ``World.mean`` and ``lockstep.Log`` as well, until the sharded loader hands out its next batch, or
-        outside of a loader's loop until you say something else.
+        The count holds for ``World.mean`` and ``lockstep.Log`` as well, until the sharded loader hands out its next
+        batch, or outside of a loader's loop until you give another one.
 
         Args:
             items: 0 or more. 0: this rank's gradients are discarded, whatever they are (the mean over nothing is NaN).
@@ -118,7 +118,7 @@ class World:
 
     @property
     def rank(self) -> int:
-        """This process among all: 0 to ``world_size - 1``."""
+        """This process's number among all: 0 to ``world_size - 1``."""
         return self._identity.rank
 
     @property
@@ -128,7 +128,7 @@ class World:
 
     @property
     def local_rank(self) -> int:
-        """This process among those on its machine."""
+        """This process's number among those on its machine, from 0."""
         return self._identity.local_rank
 
     @property
@@ -138,7 +138,7 @@ class World:
 
     @property
     def node_rank(self) -> int:
-        """This machine among all machines of the job."""
+        """This machine's number among those of the job, from 0."""
         return self._identity.node_rank
 
     @property
@@ -164,7 +164,7 @@ class World:
         return f"World(rank={self.rank}, world_size={self.world_size}, device={str(self.device)!r})"
 
     def print(self, *values: object, **options: Any) -> None:
-        """**Rank 0.** ``print`` on rank 0 and nothing elsewhere; flushed, so that lines keep their place in a log."""
+        """**Rank 0.** Call ``print``, flushed so that lines keep their order in a log; do nothing on other ranks."""
         if self.is_main:
             print(*values, **{"flush": True, **options})
 
@@ -183,7 +183,7 @@ class World:
         """
         slicing.refuse_in_slice("World.barrier()", self)
         limit = timedelta(seconds=self.timeout if timeout is None else timeout)
-        ours = compares_labels(self.group, torch.device("cpu"))  # whose errors name the ranks and their places
+        ours = compares_labels(self.group, torch.device("cpu"))  # errors of lockstep's own backends name the ranks
 
         def meet() -> None:
             if "cpu:gloo" in dist.get_backend_config(self.group).split(","):
@@ -266,7 +266,7 @@ class World:
         if count < 0:
             raise ValueError(f"samples={count}: expected 0 or more")
         mean = self._mean(value, count)
-        if samples is None and self.share is None:  # (Where warnings are errors, no rank waits for another any more.)
+        if samples is None and self.share is None:  # no rank waits any more, should the warning be an error
             self._warn_after_a_loop()
         return mean
 
@@ -369,7 +369,7 @@ class World:
         return tensor.to(self.device)
 
     def _shared(self, value: Any, what: str, sources: Container[int]) -> list[Any]:
-        """Kind and value of what each of ``sources`` shares; an error on every rank if one can't."""
+        """**Collective.** Return kind and value of what each of ``sources`` shares; raise on all ranks if one can't."""
 
         slicing.refuse_in_slice(what, self)
 
@@ -393,15 +393,16 @@ class World:
 
     @contextmanager
     def main_first(self, *, per: Literal["job", "machine"] = "job") -> Iterator[None]:
-        """**Collective.** Rank 0 runs the block first, the others after it: to prepare a file once, then read it.
+        """**Collective.** Run the block on rank 0 first, and then on the others: to prepare a file once, then read it.
 
-        If it fails in the block, the other ranks raise too instead of running it. They wait for it no longer than the
-        world's timeout: raise that for a long download.
+        If the block fails on rank 0, the other ranks raise instead of running it. They wait for rank 0 no longer than
+        the world's timeout: raise that for a long download.
 
         Args:
             per: ``"machine"``: the first rank of each machine goes first, where each has a disk of its own.
 
         Raises:
+            ValueError: ``per`` is neither.
             LockstepError: a rank that goes first failed; the message has its error.
         """
         if per not in ("job", "machine"):

@@ -1,4 +1,4 @@
-"""What the ranks did between two moments, and which of them the others waited for. Pure.
+"""Find what the ranks did between two moments, and which of them the others waited for. Pure.
 
 Note [What a slow rank costs]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -15,9 +15,8 @@ waited and the other did not, say m of them, and it is believed from three times
 spends longer in another phase than the one it is blamed for counts as far as it is more than two standard deviations,
 by the looks that fell into that phase on either.
 
-Of ranks on two machines it is only known how often each waited, which is more than m, so what is believed is believed
-on less than it could be. What is heard of them is a second old, at the beginning as at the end, and counts as if it
-were not.
+Of ranks on two machines it is only known how often each waited, which is more than m: the test is stricter there than
+it need be. Their figures arrive about a second late; since that shifts both ends of the interval, it is ignored.
 
 Where all ranks wait at one moment, they wait for the network or for the memory, or for ranks of other machines.
 """

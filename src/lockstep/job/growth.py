@@ -1,13 +1,13 @@
-"""Which ranks' memory grew all the time. Pure.
+"""Find the ranks whose memory grew all the time. Pure.
 
 Note [Memory that creeps]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 A list that keeps the losses of all steps, with the graphs they came from, takes as much in the last step as in the
-first. Memory that is in order rises as well, but not so: a cache fills up, an allocator reaches its peak, a second
-model is loaded. So the steps of a start are cut into four quarters, and the least memory of each is taken, which what
-comes and goes within a step does not change. Memory creeps if it rose from each quarter to the next, a step by half
-of the mean at least. Only the memory counts that is the process's own: the pages of a mapped file of samples come in
-one by one for an epoch, and cost nobody anything.
+first. Memory that is in order rises as well, but not in this way: a cache fills up, an allocator reaches its peak, a
+second model is loaded. So the steps of a start are cut into four quarters, and the least memory of each is taken, which
+does not depend on what comes and goes within a step. Memory creeps if it rose from each quarter to the next, per step
+by at least half of the mean. Only the process's own memory counts: the pages of a mapped file of samples come in one by
+one during an epoch, and the kernel can drop them at any time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _judged(moments: Sequence[Milestone], rank: int) -> Growth | None:
     parts: list[list[tuple[int, int]]] = [[] for _ in range(_PARTS)]
     for moment in moments:
         progress = moment.ranks[rank]
-        if progress.own_memory:  # else it was not known then
+        if progress.own_memory:  # 0: it was not known at that moment
             place = _PARTS * (progress.steps - begin) // (end - begin)
             parts[min(place, _PARTS - 1)].append((progress.own_memory, progress.steps))
     if not all(parts):

@@ -12,16 +12,16 @@ others has waited for the rank's *patience* and the rank's own page has not chan
 - for ever inside ``lockstep.expect_slow``.
 
 A rank that can't continue by itself has five seconds whatever it does, and inside ``expect_slow`` as well: one that is
-stopped by a signal, frozen or dead, one that has slept for seven seconds where no signal reaches it, and one that is
-dead-locked (see :class:`Standstill`). Work may look like that for a moment, but not for so long: to compute takes
-processor time, and to write or wait for a network are system calls of their own.
+stopped by a signal, frozen or dead, one that has slept for 6.5 seconds where no signal reaches it, and one that is
+dead-locked (see :class:`Standstill`). Work may look like that for a moment, but not for so long: computing takes
+processor time, and writing or waiting for a network are system calls of their own.
 
 What the kernel says of a process comes before what its page says. A rank may be stopped between any two instructions,
-so also in a collective, and its page goes on saying that it waits for others, while they wait for it. So a rank waits
-only if its page says so and it could go on: one that is at a standstill does not, nor does one that a debugger holds,
-or that is ready to run and gets no processor.
+so also in a collective, and its page keeps saying that it waits for others, while they wait for it. So a rank counts as
+waiting only if its page says so and it could continue. One at a standstill does not, nor does one that a debugger
+holds, or that is ready to run and gets no processor.
 
-A rank that is leaving has a minute: a busy machine takes its time over the end of many interpreters.
+A rank that is leaving has a minute: on a busy machine it takes time until many interpreters have ended.
 
 A rank whose page does change is at work, not stuck, and is reported only after a minute (or a hundred median steps).
 These are seconds without a sign of life, so work of any length that goes through lockstep (a loader's batches,
@@ -41,7 +41,7 @@ does, and the launcher, which looks from outside, knows since when, to the time 
 rank's time follow from many looks, each of which stands for the time since the one before. They come at irregular
 moments, since regular ones might always find the same part of a step. A look costs about a tenth of a millisecond, most
 of it to wake up, so there are sixty a second at first and, as each stands for less and less of the whole, half as many
-in the end. The share of a phase comes out to three points in a hundred within five seconds where steps are longer than
+in the end. The share of a phase is right to three percentage points within five seconds where steps are longer than
 the time between two looks, and within half a minute where they are shorter and looks fall anywhere in them.
 """
 
@@ -66,16 +66,16 @@ LONG = 300.0
 WARM = 2
 #: The number of step times from which the median is taken.
 _REMEMBERED = 101
-#: Seconds between two looks: this fraction of the time that has passed, within these bounds.
+#: The pause between two looks is the time that has passed divided by this number, within these bounds (seconds).
 _LOOKS, _SHORTEST_PAUSE, _LONGEST_PAUSE = 300, 0.016, 0.03
-#: Seconds between two looks that show that the launcher itself did not run in between: a Ctrl-Z, most likely.
+#: Seconds between two looks from which on the launcher itself did not run in between, mostly because of a Ctrl-Z.
 ASLEEP = 4.0
 #: The last bits of a mark -> the phase, as a number, that its time counts for.
 _SPENDS = [int(Phase.WAIT) if mark & WAITS else min(mark % ENTERED, int(Phase.WAIT)) for mark in range(SERIAL)]
 
 
 class Shares:
-    """What the ranks' time goes to, in seconds by phase; waiting counts as a phase. See Note [The launcher's clock].
+    """The seconds of each rank by phase; waiting counts as a phase. See Note [The launcher's clock].
 
     Args:
         ranks: how many.
@@ -89,8 +89,8 @@ class Shares:
         self._spent = [int(Phase.START)] * ranks
 
     def add(self, marks: Sequence[int], passed: float, *, still: Iterable[int] = ()) -> None:
-        """Add a look that found these marks, one a rank, ``passed`` seconds after the last look. Half of the time goes
-        to what either look has found.
+        """Add a look that found these marks, one of each rank, ``passed`` seconds after the last look. Each of the two
+        looks' phases gets half of that time.
 
         Args:
             marks: the ranks' marks.
@@ -121,7 +121,7 @@ class Shares:
 
 
 class Looker:
-    """Looks at the marks of all ranks of a machine again and again, and knows since when they are as they are.
+    """Looks at the marks of all ranks of a machine again and again, and knows when each was last seen to change.
 
     Args:
         ranks: how many.
@@ -132,8 +132,8 @@ class Looker:
         self.shares = Shares(ranks)
         #: The number of looks so far.
         self.looks = 0
-        #: For each rank, its mark at the last look, and the time at which that was first found (after a break in which
-        #: this process did not look, the time of the first look after it).
+        #: For each rank, its mark at the last look, and the time at which that mark was first found (after a break in
+        #: which this process did not look, the time of the first look after the break).
         self.marks = [0] * ranks
         self.moved = [now] * ranks
         #: Indices of ranks that the kernel keeps from running: they do not wait, whatever their marks say.
@@ -213,7 +213,7 @@ class Seen:
 
     @property
     def waiting_since(self) -> float | None:
-        """When it began to wait for others; None: it does not, or could not notice that they have come."""
+        """When it began to wait for others; None: it does not wait, or could not notice that they have come."""
         waits = self.look.mark.waiting and self.exit_code is None and self.standstill is None
         return self.moved if waits else None
 
@@ -258,7 +258,7 @@ class StepTimes:
 
 
 def patience(seen: Seen, *, usual: float, shortest: float) -> float:
-    """Seconds that a rank may hold up others without a sign of life; see Note [Late or slow]."""
+    """Return the seconds that a rank may hold up others without a sign of life; see Note [Late or slow]."""
     look, phase = seen.look, seen.look.mark.phase
     if seen.standstill in HALTS:
         return shortest
@@ -320,7 +320,7 @@ def compare(
         overdue = [seen for seen in overdue if seen.halted]
         if not overdue:
             return None
-    if now - since <= shortest or (not overdue and now - since <= usual):  # all that is late has ended
+    if now - since <= shortest or (not overdue and now - since <= usual):  # not overdue: all late ranks have ended
         return None
     return HangVerdict(HangKind.LATE, tuple(seen.rank for seen in overdue or late), tuple(waits), since)
 
@@ -340,7 +340,7 @@ class Doing(enum.Enum):
 def settle(verdict: HangVerdict, doing: Mapping[int, Doing]) -> HangVerdict | None:
     """Return the verdict once the stacks of all ranks are known; None: no rank holds up another.
 
-    A rank that waits in a process group that its program made says nothing of it in its page, but its stack does.
+    Of a rank that waits in a process group which its program made, the stack says so, and the page does not.
     """
     if verdict.kind is HangKind.APART:
         return verdict
@@ -358,7 +358,7 @@ _ORDER = (Phase.OPTIMIZER, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REDU
 def odd_ones(looks: Mapping[int, Look], waits_in: Mapping[int, str]) -> tuple[int, ...]:
     """Return which ranks have left out a collective, if all wait; empty if that can't be told.
 
-    Who leaves out a collective gets further in the program than the others; or else is where most are not.
+    A rank that has left out a collective is further in the program than the others, or else waits where most do not.
 
     Args:
         looks: the pages of all ranks.

@@ -18,8 +18,8 @@ from lockstep import knobs
 from lockstep.job.files import JobFiles
 
 #: Kinds of notes: a checkpoint is complete, with its step; a log is written to, with its path; numbers of a name were
-#: infinite or NaN, with the step of the first, and "alone": 1 where a line has no others, and 0 where it has; a rank's
-#: log can't be written any more, with the rank and why.
+#: infinite or NaN, with the step of the first, and "alone" (1: the line has no other numbers, 0: it has); a rank's log
+#: can't be written any more, with the rank and why.
 CHECKPOINT, LOG, NONFINITE, UNWRITTEN = "checkpoint", "log", "nonfinite", "unwritten"
 
 

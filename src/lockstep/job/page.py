@@ -1,18 +1,17 @@
-"""Every rank's page: a few numbers and texts in one mapped file of the job's folder, by which others see how it is.
+"""Every rank's page: a few numbers and texts in one mapped file of the job's folder, which say what the rank is doing.
 
 Note [One writer a page]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-A page belongs to one rank, which alone writes to it; that of a rank of another machine to the launcher of this one,
-which hears of it once a second, and ``MEMORY`` and ``SPENT`` are the launcher's in every page. Numbers are whole,
-aligned and of 8 bytes, stored in one instruction each (``memoryview.cast("q")`` copies them at once). A reader sees the
-old number or the new one, never half of each, and no lock is needed that a killed rank could leave locked. A rank may
-die at any instruction, and the page of one that is stopped stays readable.
+A page belongs to one rank, which alone writes to it. The page of a rank of another machine belongs to this machine's
+launcher, which hears of that rank twice a second; and ``MEMORY`` and ``SPENT`` are the launcher's in every page.
+Numbers are whole, aligned and of 8 bytes, stored in one instruction each (``memoryview.cast("q")`` copies them at
+once). A reader sees the old number or the new one, never half of each, and no lock is needed that a killed rank could
+leave locked. A rank may die at any instruction, and the page of one that is stopped stays readable.
 
 What changes from event to event is one number, the *mark*: the phase, the last phase that was not the user's own code,
 whether the rank waits, and a serial number that makes the mark differ from the one before it. So these four always fit
-each other. Texts are written before
-the mark that goes with them; a reader that finds the same mark before and after the texts has texts that fit, but for
-processors that reorder stores, and nothing is decided on one look.
+each other. Texts are written before the mark that goes with them; a reader that finds the same mark before and after
+the texts has texts that fit, except on processors that reorder stores, and nothing is decided on one look.
 """
 
 from __future__ import annotations
@@ -82,8 +81,9 @@ NAMES = {
 class Cell(enum.IntEnum):
     """The numbers of a page, by their place in it.
 
-    The first is written at every event, the next two at every step. The others have a cache line of their own, for the
-    other ranks read it at every step. Behind the texts lie the launcher's, and those that are written rarely.
+    The first is written at every event, the next two at every step. The three from ``RUN_STEPS`` on have a cache line
+    of their own, since other ranks read ``PROPOSAL`` at every step. The launcher's numbers, and those that are written
+    rarely, lie behind the texts.
     """
 
     #: The rank's mark; see Note [One writer a page] and :class:`Mark`.
@@ -114,7 +114,7 @@ class Cell(enum.IntEnum):
     COLLECTED = 226
     COLLECTIONS = 227
     COLLECTING = 228
-    #: The rank's note on its last output to the place of messages: see Note [Begun lines] in terminal.py.
+    #: The rank's note on its last output to where the launcher's messages go: see Note [Begun lines] in terminal.py.
     LINES = 229
 
 
@@ -147,12 +147,13 @@ class Mark:
 
     @classmethod
     def of(cls, number: int) -> Mark:
+        """Take a mark apart."""
         phase, entered = number % ENTERED, number // ENTERED % 16
         return cls(Phase(phase), Phase(entered), bool(number & WAITS), number // SERIAL)
 
     @property
     def spends(self) -> Phase:
-        """What the time goes to: the phase, or waiting."""
+        """The phase that the time counts for: that of the mark, or ``WAIT``."""
         return Phase.WAIT if self.waiting else self.phase
 
 
@@ -192,15 +193,15 @@ class Pages:
         self._columns = {cell: self._numbers[cell :: PAGE // 8] for cell in Cell}
 
     def page(self, rank: int) -> memoryview:
-        """A rank's page, for its owner; to be released before :meth:`close`."""
+        """Return a rank's page (uint8 [PAGE]), for its owner, who releases it before :meth:`close`."""
         return self._bytes[rank * PAGE : (rank + 1) * PAGE]
 
     def all(self, cell: Cell) -> list[int]:
-        """The same number of every rank."""
+        """Return one number of every rank, in order of rank."""
         return self._columns[cell].tolist()
 
     def get(self, rank: int, cell: Cell) -> int:
-        """One number of a rank."""
+        """Return one number of a rank."""
         return self._columns[cell][rank]
 
     def set(self, rank: int, cell: Cell, value: int) -> None:
@@ -208,11 +209,11 @@ class Pages:
         self._columns[cell][rank] = value
 
     def spent(self, rank: int) -> list[float]:
-        """The seconds by phase that the launcher has noted of a rank."""
+        """Return the seconds by phase that the launcher has noted of a rank."""
         return [milliseconds / 1e3 for milliseconds in self._by_phase(rank, Cell.SPENT)]
 
     def device_spent(self, rank: int) -> list[float]:
-        """The seconds of a rank's GPU by phase, in the steps that were timed; all 0: not known."""
+        """Return the seconds of a rank's GPU by phase, in the steps that were timed; all 0: not known."""
         return [microseconds / 1e6 for microseconds in self._by_phase(rank, Cell.DEVICE_SPENT)]
 
     def _by_phase(self, rank: int, first: Cell) -> list[int]:
@@ -235,7 +236,7 @@ class Pages:
         self.set(rank, Cell.MARK, mark)
 
     def look(self, rank: int) -> Look:
-        """The whole page of a rank. (One that writes all the time may leave texts beside a mark of a moment later.)"""
+        """Return the whole page of a rank. (If it writes all the time, the texts may be newer than the mark.)"""
         for _ in range(20):
             mark = self.get(rank, Cell.MARK)
             with self.page(rank) as page:

@@ -82,7 +82,7 @@ class Board(Protocol):
 
 
 class PageBoard:
-    """On one host: a number in each rank's page; see Note [One writer a page]. Reading takes a few hundred
+    """The board on one host: a number in each rank's page; see Note [One writer a page]. Reading takes a few hundred
     nanoseconds."""
 
     _STEPS = 1 << 40
@@ -108,7 +108,7 @@ class PageBoard:
 
 
 class KeyValueStore(Protocol):
-    """What is needed of a process group's store."""
+    """The methods that are needed of a process group's store."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
@@ -118,8 +118,8 @@ class KeyValueStore(Protocol):
 
 
 class StoreBoard:
-    """On several hosts, or under another launcher: a key of the process group's store, looked up once a step. The first
-    proposal of a round is the only one."""
+    """The board on several hosts, or under another launcher: a key of the process group's store, looked up once a step.
+    The first proposal of a round is the only one."""
 
     def __init__(self, store: KeyValueStore) -> None:
         self._store = store
@@ -151,7 +151,7 @@ class StoreBoard:
 
 
 def _is_gone(error: RuntimeError) -> PeerLost:
-    """Return what to raise where a store does not answer."""
+    """Return the error to raise where a store does not answer."""
     return PeerLost(
         f"rank {flight.current.rank}: the store that the ranks met at is gone, most likely with the machine, the "
         f"launcher or the rank that served it: look there for the cause. torch says: {error}"
@@ -165,8 +165,8 @@ class Agreement:
         """Begin with round 1.
 
         Args:
-            lead: how much the count at the boundary must have grown between a proposal and the act; None: what it takes
-                where ranks reduce in every step.
+            lead: by how much the count at a boundary must grow between a proposal and the act; None: as it must where
+                ranks reduce in every step.
         """
         self._board = board
         if lead is None:
@@ -191,7 +191,7 @@ class Agreement:
         return proposal.action
 
     def ask(self, step: int, *, wanted: Action | None) -> Action | None:
-        """Return what has been proposed and is not done yet, by this rank now if by none before; nothing is due here.
+        """Propose what this rank wants, unless something is proposed already, and return what is. Nothing is done here.
 
         Args:
             step, wanted: as for :meth:`due`.
@@ -217,7 +217,7 @@ def interrupt_once(_signum: int, _frame: FrameType | None) -> None:
 
 
 class Requests:
-    """What this process was asked for by signals since :meth:`listen`.
+    """The requests that signals have made of this process since :meth:`listen`.
 
     SIGTERM, SIGINT and SIGHUP (the terminal has gone) ask it to save and leave, SIGUSR1 to save. Signals that the
     program handles itself, or that are ignored (nohup, a shell's ``&``), are left alone.
@@ -243,7 +243,7 @@ class Requests:
         return Action.SAVE if self.save else None
 
     def listen(self) -> None:
-        """From now on signals are requests. Does nothing outside the main thread, where Python has none."""
+        """Take signals as requests from now on. Does nothing outside the main thread, which alone can set handlers."""
         if self._before or threading.current_thread() is not threading.main_thread():
             return
         for signum in (*_STOP, _SAVE):
@@ -267,9 +267,9 @@ class Requests:
         if not self._before or self.leaving or self._process != os.getpid():
             return
         if threading.current_thread() is not threading.main_thread():
-            return  # a finalizer; only the main thread may change what signals do
+            return  # a finalizer calls this; only the main thread may change what signals do
         for signum, before in self._before.items():
-            if signal.getsignal(signum) == self._on_signal:  # else the program has taken it over meanwhile
+            if signal.getsignal(signum) == self._on_signal:  # otherwise the program has set its own handler meanwhile
                 signal.signal(signum, before)
         self._before.clear()
         self._tell_launcher()
@@ -285,13 +285,13 @@ class Requests:
         elif signum == _SAVE:
             self.save = True
         elif signum == signal.SIGHUP and self._hung_up():
-            pass  # the shell has said it, the kernel says it again: there is no one left to ask twice
+            pass  # the shell and the kernel both send it, so the second one is no second request
         elif self._of_a_failed_job():
             _as_by_default(signum, frame)
         elif self.stop is None:
             self.stop, self._asked_at = signal.Signals(signum), time.monotonic()
         elif knobs.job_dir() is None and time.monotonic() - self._asked_at > _SAME_SIGNAL:
-            _as_by_default(signum, frame)  # asked again; where there is a launcher, it knows echoes, and kills
+            _as_by_default(signum, frame)  # a second request; under a launcher that tells echoes apart, and kills
 
     def _hung_up(self) -> bool:
         """Let go of a terminal that is gone. Return whether this process was asked to leave before."""
@@ -311,15 +311,15 @@ def _as_by_default(signum: int, frame: FrameType | None) -> None:
 
 
 def _spare_daemons(requests: Requests) -> None:
-    """Ignore what a terminal sends to all, Ctrl-C and its end, in a worker that multiprocessing forked: its rank still
-    needs it."""
+    """Ignore the signals that a terminal sends to all (SIGINT, SIGHUP) in a worker that multiprocessing forked: its
+    rank still needs it."""
     if requests.listening and current_process().daemon:
         for signum in _FROM_THE_TERMINAL:
             signal.signal(signum, signal.SIG_IGN)
 
 
 def _becomes_daemon(frame: FrameType | None) -> bool:
-    """Return whether multiprocessing is at making a daemon of this process, which it has just forked."""
+    """Return whether multiprocessing has just forked this process, and is about to make it a daemon."""
     while frame is not None and frame.f_code is not _LAUNCH:
         frame = frame.f_back
     return frame is not None and bool(frame.f_locals["process_obj"].daemon)
@@ -327,8 +327,8 @@ def _becomes_daemon(frame: FrameType | None) -> bool:
 
 @contextmanager
 def spared() -> Iterator[None]:
-    """Keep what a terminal sends to all from processes that are started meanwhile, forked or not, where it is a request
-    to this process, which hears of it afterwards."""
+    """Keep the signals that a terminal sends to all from processes that are started in this context, if they are
+    requests to this process, which gets them afterwards."""
     asked_by = [s for s in _FROM_THE_TERMINAL if isinstance(getattr(signal.getsignal(s), "__self__", None), Requests)]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, asked_by)
     try:

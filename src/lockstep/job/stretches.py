@@ -1,4 +1,4 @@
-"""When, in a run, one rank held up the others. Pure.
+"""Find when, in a run, one rank held up the others. Pure.
 
 Note [Stretches]
 ~~~~~~~~~~~~~~~~
@@ -9,9 +9,9 @@ time that a stretch has to cost, that is a series whose greatest sum over neighb
 1984) is the likeliest stretch; what lies before it and behind it is looked through in the same way. Where it has a gap
 of a stretch's length, in which the rank was not slow at all, it is two.
 
-Who looks through all stretches of all ranks finds the most remarkable one, also in what is chance alone. So a stretch
+A search through all stretches of all ranks finds a remarkable one even where all differences are chance. So a stretch
 is believed from five standard deviations on, where the whole run needs three, from six seconds on, and where it costs a
-tenth of its time. What it costs of the whole run, who sums up decides: a hundredth at least (summary.py).
+tenth of its time. summary.py tells of those that cost at least a hundredth of the whole run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Stretch:
 
     @property
     def part(self) -> float:
-        """What it cost of its time."""
+        """The fraction of its own time that it cost."""
         return self.lost / (self.end - self.begin)
 
 
@@ -100,7 +100,7 @@ def _likeliest(excess: Sequence[float], lengths: Sequence[float]) -> Iterator[tu
 
 
 def _greatest(scores: Sequence[float], begin: int, end: int) -> tuple[int, int]:
-    """Return the neighbours between two places whose sum is greatest; none, where no score is positive."""
+    """Return the run of neighbours between two places whose sum is greatest; an empty one if no score is positive."""
     best, first, last, running, since = 0.0, begin, begin, 0.0, begin
     for place in range(begin, end):
         running += scores[place]
@@ -112,7 +112,7 @@ def _greatest(scores: Sequence[float], begin: int, end: int) -> tuple[int, int]:
 
 
 def _judged(before: Milestone, after: Milestone, here: Collection[int], rank: int) -> Stretch | None:
-    """Return the time between two moments as a stretch, if it is surely one of this rank."""
+    """Return the time between two moments as a stretch of this rank, if it passes the test."""
     if after.at - before.at < _SHORTEST:
         return None
     account = TimeAccount.between(before, after, here)

@@ -1,4 +1,4 @@
-"""What a run's time went to: over all of its starts, and in the stretches in which a rank held up the others. Pure.
+"""Sum up what a run's time went to: over all starts, and in stretches in which a rank held up the others. Pure.
 
 The rule by which a rank is blamed is Note [What a slow rank costs] in account.py.
 
@@ -7,8 +7,8 @@ Note [All starts]
 The summary is that of the run. Starts on the same ranks are added up, so what they all took has one verdict: seconds,
 looks and steps are sums, and the rule holds for sums. A rank of a start on four ranks is no rank of one on two, nor is
 it where machines met again in another order, so such starts have a verdict each, under their numbers, below the line
-that says how many steps they took together. Steps that were taken again after a restart count again: it is the
-ranks' time that is told.
+that says how many steps they took together. Steps that were taken again after a restart count again, since the
+summary is of the ranks' time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lockstep.job.stretches import Stretch, find
 from lockstep.job.useful import UsefulTime
 from lockstep.text import NEXT, as_clock, as_duration, as_size, counted, in_columns, joined, numbered, which_ranks
 
-#: The fractions of a step that data, and waiting for no rank of this machine, must take to be named as the limit.
+#: The fractions of a step that must go to data, or to waits for none of the watched ranks, for these to be the limit.
 _INPUT, _NETWORK = 0.2, 0.3
 #: The fraction of the whole time that a stretch must cost to be told; the fraction of the time up to which it is told
 #: if the verdict on the whole run blames the same rank.
@@ -38,7 +38,7 @@ _WORTH, _NEARLY_ALL = 0.01, 0.8
 _COLLECTED, _STARTING = 0.01, 0.1
 #: The most ranks with a row of their own, and the most stretches that are told.
 _ROWS, _STRETCHES = 16, 5
-#: The useful time of what is no whole run.
+#: The useful time of a summary that is not of a whole run.
 _UNKNOWN = UsefulTime(0.0)
 #: Column of the table -> its contents.
 _COLUMNS = {
@@ -81,8 +81,8 @@ class Summary(TimeAccount):
     lasted: float = 0.0
     #: The job's machines with their numbers of ranks; empty: there is one.
     machines: tuple[tuple[str, int], ...] = ()
-    #: The restarts of the job before the start, and the steps of the whole run (None: nobody counts them); of several
-    #: starts, those before the first.
+    #: The restarts of the job before the start, and the steps of the whole run before it (None: not counted); of
+    #: several starts, those before the first.
     restarts: int = 0
     before: int | None = None
     #: The stretches of time in which a rank held up the others.
@@ -140,7 +140,7 @@ class Summary(TimeAccount):
         )
 
     def joins(self, other: Summary) -> bool:
-        """Whether another start was one of the same ranks."""
+        """Return whether another start was one of the same ranks."""
         mine, others = (
             (sorted(each.ranks), sorted(each.here), each.world_size, each.machines) for each in (self, other)
         )
@@ -168,7 +168,7 @@ class Summary(TimeAccount):
 
     @property
     def samples(self) -> int:
-        """Samples that these ranks took the watched steps with; 0: they are not counted."""
+        """Samples in these ranks' watched steps; 0: they are not counted."""
         return sum(rank.samples for rank in self.ranks.values())
 
     @property
@@ -190,7 +190,7 @@ class Summary(TimeAccount):
 
     @property
     def remarkable(self) -> list[Stretch]:
-        """The stretches that cost something of the whole, and say what the verdict does not."""
+        """The stretches that cost enough of the whole to be told, and say something that the verdict does not."""
         straggler = self.straggler()
         found = [stretch for stretch in self.stretches if stretch.lost >= _WORTH * self.seconds]
         if straggler is not None:
@@ -205,7 +205,7 @@ class Summary(TimeAccount):
         return sum(seconds[phase] for phase in _COLUMNS[column]) / (sum(seconds) or 1.0)
 
     def verdict(self, peaks: Mapping[int, int | None]) -> str:
-        """Return what limits it, in a line."""
+        """Return what limits the run, in a line."""
         bottleneck = self.bottleneck
         if bottleneck in (Bottleneck.BALANCED, Bottleneck.SHORT):
             told = "; ".join(part for part in (self._shares(), _memory(peaks)) if part)
@@ -263,11 +263,11 @@ class Summary(TimeAccount):
         return [*in_columns(rows), *([f"(and {more} ranks that wait longer)"] if more else [])]
 
     def _shares(self) -> str:
-        """What the ranks' time went to in the mean."""
+        """Say what the ranks' time went to in the mean."""
         return _in_parts([rank.seconds for rank in self.ranks.values()])
 
     def _devices(self) -> list[str]:
-        """What the GPUs' time went to in the mean, and the most memory that a rank had, where there are any."""
+        """Say what the GPUs' time went to in the mean, and the most memory that a rank had, where ranks have GPUs."""
         timed = [rank.device for rank in self.ranks.values() if sum(rank.device)]
         used, size = max((rank.device_memory for rank in self.ranks.values()), default=(0, 0))
         words = [_in_parts(timed)] if timed else []
@@ -407,7 +407,7 @@ class RunSummary:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Samples that these ranks took steps with, each second; None: they are not counted."""
+        """Samples in these ranks' steps per second; None: they are not counted."""
         samples, seconds = (sum(values) for values in zip(*((p.samples, p.seconds) for p in self.parts), strict=True))
         return samples / seconds if samples and seconds else None
 
@@ -435,7 +435,7 @@ class RunSummary:
 
         Args:
             peaks: the most memory that each rank of this machine ever had, in bytes; None: not known.
-            price: of a node and an hour; None: not known.
+            price: the price of a node per hour; None: not known.
         """
         lines = [self.headline()]
         for part in self.parts:

@@ -1,26 +1,26 @@
-"""What ranks and launcher print to may go while they run: a terminal whose window is closed or whose connection is
-lost, the reader of a pipe.
+"""Outlive what ranks and launcher print to: a terminal whose window is closed or whose connection is lost, the reader
+of a pipe.
 
 Note [A dead terminal]
 ~~~~~~~~~~~~~~~~~~~~~~
 When a terminal goes, the kernel sends SIGHUP to the leader of its session, which passes it on or not, and every write
-to it fails from then on (EIO). So a rank may find out by a line that it prints, before it has heard of the signal by
-which it is to save and leave. What nobody can read any more is no reason to fail: a descriptor of a terminal that is
-gone leads to /dev/null from the moment at which that is noticed.
+to it fails from then on (EIO). So a rank may find out by a line that it prints, before it gets the signal by which it
+is to save and leave. Output that nobody can read any more is no reason to fail: a descriptor of a terminal that is gone
+leads to /dev/null from the moment at which that is noticed.
 
 So does a pipe without a reader (``| head``, a pager that was closed). Under ``python`` a write to it raises
 BrokenPipeError. That ends a program whose output is its result; it would end a training for the sake of a viewer.
 
 And so does a rank's log that can't grow: the disk is full, or the file has reached the user's limit (``ulimit -f``).
-The launcher is told, and says it. A file that the user has redirected the output to is as under ``python``.
+The rank tells the launcher, which reports it. A file to which the user redirects the output is as under ``python``.
 
 Note [Begun lines]
 ~~~~~~~~~~~~~~~~~~
 The launcher has messages of its own, and a line of a rank may not be ended where one of them comes: a progress bar, a
-question. Each message begins a line, so the launcher has to know how the last one stands. What it relays it has seen.
-Of a rank that has the terminal itself, that rank's page says it: a number that grows with each write to where messages
-go, odd if a line is begun. So a line that the launcher has ended is not ended again. Where all of it goes to a file the
-last byte there says it. (What compiled code prints past Python is not known, but in a file.)
+question. Each message begins a line, so the launcher has to know whether the last line was ended. It has seen what it
+relays. A rank that has the terminal itself says so in its page: a number that grows with each write to where messages
+go, odd if a line is begun. So a line that the launcher has ended is not ended again. Where all output goes to a file,
+the last byte there tells. (What compiled code prints past Python is not known, except in a file.)
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _lines: tuple[memoryview, frozenset[int]] | None = None
 
 
 def note_lines(cell: memoryview) -> None:
-    """From now on note in a page whether this process has begun a line where the launcher's messages go; see Note
+    """Note in a page from now on whether this process has begun a line where the launcher's messages go; see Note
     [Begun lines].
 
     Args:
@@ -83,7 +83,7 @@ def is_gone(fd: int) -> bool:
 
 
 def let_go() -> bool:
-    """Let the standard streams that are a terminal which has gone lead to nowhere. Return whether there was one."""
+    """Point the standard streams that are a terminal which has gone at /dev/null. Return whether there was one."""
     gone = [fd for fd in (0, 1, 2) if is_gone(fd)]
     if gone:
         _lead_to_nowhere(gone)
@@ -117,14 +117,14 @@ class _Forgiving(io.FileIO):
                 notes.tell(notes.UNWRITTEN, rank=self._rank, why=describe(error))
                 _lead_to_nowhere([fd for fd in (1, 2) if _is_file(fd)])
             elif error.errno == errno.EIO:
-                let_go()  # does nothing where a signal's handler has come between, and has done it
+                let_go()  # it does nothing if a signal's handler has done so in between
             else:
                 raise
         return super().write(data)
 
 
 def outlive(*, rank: int | None = None) -> None:
-    """Let standard output and error outlive whatever reads them, where that is a terminal or a pipe's other end.
+    """Let standard output and error outlive their reader, where that is a terminal or a pipe's other end.
 
     Args:
         rank: the rank that this process is, if a file there is its log, which it outlives as well; None: it is not.

@@ -1,4 +1,4 @@
-"""What a rank writes down while its steps are traced: the events, with a clock, in a file that others read.
+"""Write down a rank's events, with a clock, while its steps are traced, in a file that others read.
 
 Note [Events outlive their rank]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -105,24 +105,24 @@ class EventWriter:
         self._clock: DeviceClock | None = None
 
     def follow(self, device: Device) -> None:
-        """Have each record say from now on when the GPU came to it. Waits until it has done what it has."""
+        """Record with each event from now on when the GPU came to it. Waits until the GPU has done all work so far."""
         self._clock = DeviceClock.begin(device)
 
     def open(self, *, steps: int) -> None:
-        """Begin: ``steps`` optimizer steps were taken before."""
+        """Open the window; ``steps`` optimizer steps were taken before."""
         self._head[Head.WALL] = time_ns() - monotonic_ns()
         self._head[Head.STEPS] = steps
         self._head[Head.OPENED] = monotonic_ns()
 
     def close(self) -> None:
-        """End. What is recorded afterwards counts as outside of the window. Waits for the GPU."""
+        """Close the window: what is recorded afterwards counts as outside of it. Waits for the GPU."""
         clock, self._clock = self._clock, None
         for place, at in () if clock is None else clock.read():
             _ON_DEVICE.pack_into(self._memory, _HEAD + place * _RECORD.size + _ON_DEVICE_AT, at)
         self._head[Head.CLOSED] = monotonic_ns()
 
     def name(self, name: str, category: str, **about: Any) -> int:
-        """Return the number of a name; with it go facts about it, in JSON's types, which are part of it."""
+        """Return the number of a name with facts about it, in JSON's types; other facts make another name."""
         key = json.dumps({"name": name[:_LONGEST], "cat": category, **about})
         number = self._names.get(key)
         return self._add_name(key) if number is None else number
@@ -222,7 +222,7 @@ class RankTrace:
         records = files.trace(rank).read_bytes()[_HEAD:]
         names: list[dict[str, Any]] = [{"name": "…", "cat": "other"}]
         lines = files.trace_names(rank).read_bytes().split(b"\n")
-        names += [json.loads(line) for line in lines[:-1]]  # what is left behind the last line is no line
+        names += [json.loads(line) for line in lines[:-1]]  # text behind the last line break is no whole line
         whole = len(records) // _RECORD.size * _RECORD.size
         events = []
         for at, kind, thread, name, number, size, device in _RECORD.iter_unpack(records[:whole]):
@@ -260,7 +260,7 @@ def is_over(folder: str | Path, rank: int) -> bool:
 
 
 def remove(folder: str | Path, ranks: Iterable[int]) -> None:
-    """Remove what these ranks have recorded; nothing of it is read any more."""
+    """Remove what these ranks have recorded, which must not be read afterwards."""
     files = JobFiles(folder)
     for rank in ranks:
         for path in (files.trace(rank), files.trace_names(rank)):
@@ -280,7 +280,7 @@ class BatchTimes:
 
     Args:
         folder: the job's.
-        rank: whose worker it is.
+        rank: the rank whose worker it is.
         name: as for :class:`~lockstep.job.workers.AtWork`.
     """
 
@@ -301,7 +301,7 @@ class BatchTimes:
     def add(self, begun: int, position: int, samples: int) -> None:
         """Record a batch that was begun at ``begun`` (nanoseconds, CLOCK_MONOTONIC) and is made now."""
         if self._over or (self._made >= _BATCHES and is_over(self._folder, self._rank)):
-            self._over = True  # what would be overwritten is what the trace is about
+            self._over = True  # further batches would overwrite those of the window
             return
         at = self._made % _BATCHES * _BATCH.size
         _BATCH.pack_into(self._memory, at, begun, monotonic_ns(), position, samples)

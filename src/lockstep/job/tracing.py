@@ -1,7 +1,7 @@
 """The rank's side of a trace: for some steps its page is written by a class that records every event with a clock.
 
-Outside of these steps nothing of it is on the way: the object that writes the page is another one (see :func:`arm`),
-and what else a trace sees, collectives for instance, is told when the window opens and when it closes (:class:`Eye`).
+Outside of these steps it costs nothing: the object that writes the page is another one (see :func:`arm`), and whatever
+else records events, of collectives for instance, is told when the window opens and when it closes (:class:`Eye`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Layer = TypeVar("_Layer", bound="_Traced")
 
 
 class Eye(Protocol):
-    """Something that a trace sees by, while its window is open."""
+    """A source of events for a trace while its window is open."""
 
     #: True if it records only in traces that a user has asked for.
     on_demand: bool
@@ -36,7 +36,7 @@ class Eye(Protocol):
         """Record from now on."""
 
     def close(self) -> None:
-        """Record nothing more, and cost nothing more. Also called in a process that was forked meanwhile."""
+        """Record nothing more, and cost nothing more. Called in a process that was forked meanwhile as well."""
 
 
 _eyes: list[Eye] = []
@@ -49,7 +49,7 @@ _place: tuple[Path, int] | None = None
 
 
 def look_with(eye: Eye) -> None:
-    """Have a trace see by ``eye`` from now on."""
+    """Have ``eye`` record events for traces from now on."""
     _eyes.append(eye)
     if _recorder is not None and _sees(eye):
         eye.open(_recorder)
@@ -69,17 +69,17 @@ def place() -> tuple[Path, int] | None:
 
 
 def arm(folder: str | Path, *, rank: int, steps: int, first: int, on_demand: bool = True) -> None:
-    """Trace this process's ``steps`` optimizer steps that follow the ``first`` ones, or what it does of that.
+    """Trace the ``steps`` optimizer steps of this process that follow the ``first`` ones, as far as it takes them.
 
     Where there is no room for the events it records nothing; if a user has asked for them, it says so when the window
     opens.
 
     Args:
         folder: the job's.
-        rank: of this process.
-        steps: that are traced.
-        first: how many come before them.
-        on_demand: whether a user has asked for it; if not, what records on demand only records nothing.
+        rank: this process's rank.
+        steps: how many steps are traced.
+        first: how many steps come before them.
+        on_demand: whether a user has asked for the trace; if not, an :class:`Eye` that is on demand records nothing.
     """
     global _asked
     _asked = _Window(first, first + steps, Path(folder), rank, on_demand)
@@ -87,7 +87,7 @@ def arm(folder: str | Path, *, rank: int, steps: int, first: int, on_demand: boo
 
 
 def settle() -> None:
-    """Have the trace that is armed or under way go on with the page's writer of now; call it when that was replaced."""
+    """Continue the trace that is armed or under way with the page's present writer, after that was replaced."""
     if _asked is None or isinstance(flight.current, _Traced):
         return
     armed = _layered(_Armed, flight.current)
@@ -117,7 +117,7 @@ def _sees(eye: Eye) -> bool:
 
 
 def _layered(layer: type[_Layer], before: Flight) -> _Layer:
-    """Return a writer of the page that does what ``layer`` does on top of what ``before`` does, and goes on with it."""
+    """Return a writer of the page that adds what ``layer`` does to ``before``, and takes over its state."""
     below = before.below if isinstance(before, _Traced) else type(before)
     made = type(layer.__name__, (layer, below), {"below": below})
     return _continued(made, before)
@@ -130,7 +130,7 @@ def _continued(kind: type[_AnyFlight], before: Flight) -> _AnyFlight:
 
 
 class _Traced(Flight):
-    """What both layers have."""
+    """The common part of both layers."""
 
     #: The class that writes the page without events.
     below: type[Flight]
@@ -206,7 +206,7 @@ class _Recording(_Traced):
 
     def begin_wait(self, what: str) -> None:
         super().begin_wait(what)
-        if "#" in what:  # of a collective its own record says which it is, and this is another text each time
+        if "#" in what:  # a collective has a record of its own, and its text differs each time
             what = ""
         if _recorder is not None:
             name = _waits.get(what)
@@ -237,7 +237,7 @@ class _Recording(_Traced):
 
 
 def _leave_to_the_parent() -> None:
-    """A forked child has its parent's memory, but is not the rank whose events these are."""
+    """Record nothing in a forked child, which has its parent's memory but is not the rank whose events these are."""
     global _recorder, _place, _asked
     if _recorder is not None:
         for eye in _eyes:

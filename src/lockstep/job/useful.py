@@ -1,4 +1,4 @@
-"""Which part of a run's time was useful, what the rest went to, and what both cost. Pure.
+"""Work out which part of a run's time was useful, what the rest went to, and what both cost. Pure.
 
 Note [Useful time]
 ~~~~~~~~~~~~~~~~~~
@@ -8,7 +8,7 @@ second step; restarts, with what they wait for, their start-up, and the steps th
 resumed from an earlier checkpoint; a rank that held up the others, as the verdict on the run blames it (Note [What a
 slow rank costs] in account.py), or else in the stretches that are told; and saving, in the mean of the ranks.
 
-A price is that of a node and an hour. All nodes of a run are paid from its beginning to its end; where their number
+A price is that of a node per hour. All nodes of a run are paid from its beginning to its end; where their number
 changed, their mean over time counts.
 """
 
@@ -27,17 +27,17 @@ _HOUR = 3600.0
 
 @dataclass(frozen=True)
 class UsefulTime:
-    """What a run's time went to, from its beginning to its end; in seconds."""
+    """What a run's time went to, from its beginning to its end, in seconds."""
 
     lasted: float
     #: From the beginning to the second step of the first start.
     starting: float = 0.0
-    #: All that restarts took, and how many there were.
+    #: The seconds that restarts took, and their number.
     restarting: float = 0.0
     restarts: int = 0
     #: The steps that were taken a second time; what they took is part of ``restarting``.
     repeated: int = 0
-    #: Rank -> what the others waited for it.
+    #: Rank -> the seconds that the others waited for it.
     late: dict[int, float] = field(default_factory=dict)
     saving: float = 0.0
     #: The nodes of the job, in the mean over time.
@@ -45,7 +45,7 @@ class UsefulTime:
 
     @property
     def useful(self) -> float:
-        """The rest: seconds in which steps that count were under way."""
+        """Seconds in which steps that count were under way: what the losses leave."""
         return max(0.0, self.lasted - sum(seconds for _, seconds in self.losses))
 
     @property
@@ -58,26 +58,26 @@ class UsefulTime:
         return sorted(found, key=lambda each: each[1], reverse=True)
 
     def describe(self) -> str:
-        """``useful time: 84% of 1:23:45; 2 restarts (40 steps again) 9%, rank 3's lateness 5%``"""
+        """Return ``useful time: 84% of 1:23:45; 2 restarts (40 steps again) 9%, rank 3's lateness 5%``."""
         told = [f"{what} {seconds / self.lasted:.0%}" for what, seconds in self._worth_telling()]
         rest = f"; {', '.join(told)}" if told else ""
         return f"useful time: {self.useful / (self.lasted or 1.0):.0%} of {as_clock(self.lasted)}{rest}"
 
     def cost(self, price: float, seconds: float | None = None) -> float:
-        """Return what the run cost, or so many seconds of it.
+        """Return what the run cost, or some seconds of it.
 
         Args:
-            price: of a node and an hour.
-            seconds: None: all.
+            price: the price of a node per hour.
+            seconds: how many; None: all of the run.
         """
         return cost_of(self.lasted if seconds is None else seconds, nodes=self.nodes, price=price)
 
     def describe_cost(self, price: float) -> str:
-        """``this run cost 41.00 (2 nodes for 6:24:22 at 3.2/h), of it 6.10 for rank 3's lateness and 2.00 for 2
-        restarts``
+        """Return ``this run cost 41.00 (2 nodes for 6:24:22 at 3.2/h), of it 6.10 for rank 3's lateness and 2.00 for 2
+        restarts``.
 
         Args:
-            price: of a node and an hour.
+            price: the price of a node per hour.
         """
         told = [f"{amount(self.cost(price, seconds))} for {what}" for what, seconds in self._worth_telling()]
         nodes = "1 node" if self.nodes == 1 else f"{self.nodes:.3g} nodes"
@@ -103,7 +103,7 @@ class UsefulTime:
 
 
 def cost_of(seconds: float, *, nodes: float, price: float) -> float:
-    """Return what ``nodes`` cost for so many seconds, at the price of a node and an hour."""
+    """Return what ``nodes`` cost for some seconds, at the price of a node per hour."""
     return nodes * price * seconds / _HOUR
 
 
@@ -113,7 +113,7 @@ def amount(money: float) -> str:
 
 
 def parse_price(text: str) -> float:
-    """Return the price of a node and an hour that ``3.2/h`` or ``3.2`` says.
+    """Return the price of a node per hour that ``3.2/h`` or ``3.2`` says.
 
     Raises:
         ValueError: it says none.

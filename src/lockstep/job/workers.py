@@ -19,8 +19,8 @@ class AtWork:
 
     Args:
         folder: the job's.
-        rank: whose worker it is.
-        name: one that no other worker of this rank has at the same time. The next to have it takes the record over.
+        rank: the rank whose worker it is.
+        name: a name that no other worker of this rank has at the same time. The next to have it takes the record over.
     """
 
     def __init__(self, folder: str, *, rank: int, name: str) -> None:
@@ -61,7 +61,7 @@ def find(folder: str | Path, pid: int) -> Fetching | None:
 
 
 def _records(folder: str | Path) -> Iterator[tuple[int, int, int]]:
-    """Rank, process and index of each record; a worker that was killed while it made its file has left none."""
+    """Yield the rank, process and index of each record; a worker that was killed while it made its file has none."""
     for rank, path in JobFiles(folder).workers():
         content = path.read_bytes()
         if len(content) == _RECORD.size:

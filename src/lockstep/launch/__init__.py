@@ -7,7 +7,7 @@
 
 The launcher decides (policy.py) and reports (report.py), for a command (run.py) or for a program (spawn.py). The zygote
 does: it forks ranks, passes signals on, and tells of deaths. Whichever of the two outlives the other ends what is left
-of the job (processes.py). Launchers on several hosts are started from one terminal by hosts.py, which see.
+of the job (processes.py). hosts.py starts launchers on several hosts from one terminal.
 """
 
 from __future__ import annotations

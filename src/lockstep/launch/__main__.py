@@ -11,7 +11,7 @@ import os
 import signal
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # As in lockstep/__main__.py: until the launcher reads signals itself there is nothing to undo, nor to show.
+    # As in lockstep/__main__.py: until the launcher reads signals itself there is nothing to undo or to show.
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 import sys
@@ -90,7 +90,7 @@ class _Options:
     def _local_rank_option(self, program: Program) -> str:
         if self.local_rank_style is not None:
             return "--local_rank" if self.local_rank_style == "underscore" else "--local-rank"
-        check_program(program)  # a module that is not there has no text either
+        check_program(program)  # a missing program has no text to look into
         return local_rank_option(sources_of(program))
 
 

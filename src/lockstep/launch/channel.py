@@ -1,4 +1,4 @@
-"""Between the launcher and the zygote: their messages, and the launcher's end of the socket that carries them.
+"""Messages between the launcher and the zygote, and the launcher's end of the socket that carries them.
 
 The zygote's end is zygote.py, which runs in a process of its own.
 """
@@ -45,7 +45,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class Clear:
-    """End what is left below the zygote, but for some processes; the answer is :class:`Cleared`."""
+    """End what is left below the zygote, except the processes in ``spare``; the answer is :class:`Cleared`."""
 
     spare: list[int]
 
@@ -103,8 +103,8 @@ CLIENT = -1
 
 #: The modules that every rank needs; named, not imported, because the launcher never loads torch.
 _PRELOAD = ("torch", "torch.distributed", "numpy.random", "lockstep.comm.init")
-#: The modules that training needs soon after: a second and more, mostly for imports of a process's first optimizer. It
-#: pays off where ranks are forked again, or where so many share the cores that they would import it in turn.
+#: The modules that training needs soon after. Importing them takes a second and more, mostly for what a process's first
+#: optimizer imports. That pays off where ranks are forked again, or where more ranks than cores would import in turn.
 _TRAINING = (
     "torch._dynamo",
     "torch.utils.data",
@@ -113,8 +113,8 @@ _TRAINING = (
     "lockstep.checkpoint.api",
 )
 
-#: lockstep is imported from where it is here, which may be the current folder only; the user's folders come later, so
-#: that a random.py of theirs can't stand in for Python's.
+#: The zygote's program. It imports the copy of lockstep that runs here, which may lie in the current folder, but does
+#: not search that folder itself, so that a random.py of the user's can't stand in for Python's.
 _BOOT = """\
 import sys
 control, folder, modules, home = sys.argv[1:]
@@ -146,7 +146,7 @@ class ZygoteHandle:
     """Start the zygote, ask it to fork ranks, hear of their deaths, and end it. Its maker must :meth:`close` it."""
 
     def __init__(self, folder: str, *, ranks: int, restarts: bool = False) -> None:
-        """Start it.
+        """Start the zygote.
 
         Args:
             folder: the job's private folder.
@@ -198,7 +198,7 @@ class ZygoteHandle:
         return [answer for answer, _ in self._channel.receive()]
 
     def clear(self, spare: Iterable[int] = ()) -> None:
-        """Ask the zygote to end what its ranks left behind, but for some processes; the answer is :class:`Cleared`."""
+        """Ask the zygote to end what its ranks left behind, except ``spare``; the answer is :class:`Cleared`."""
         self._send(Clear(list(spare)))
 
     def finish(self) -> None:
@@ -212,7 +212,7 @@ class ZygoteHandle:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:
-                self._status = 0  # somebody else's waitpid(-1) took it
+                self._status = 0  # a waitpid(-1) elsewhere in this process has taken the status
                 break
             if pid:
                 self._status = os.waitstatus_to_exitcode(status)
@@ -223,28 +223,28 @@ class ZygoteHandle:
         return self._status
 
     def kill(self) -> None:
-        """Send it SIGKILL. Its ranks die with it, but not what they started."""
+        """Send the zygote SIGKILL. Its ranks die with it, but not what they started."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
     def close(self, limit: float = 3.0) -> None:
         """End the zygote and, through it, everything below it. Does nothing the second time."""
-        self._channel.close()  # it sees the end of the stream, ends its processes and leaves
+        self._channel.close()  # the zygote reads the end of the stream, ends its processes and leaves
         if self.wait(limit) is None:
             self.kill()
             self.wait(limit)
 
     def _send(self, message: Request, fds: Sequence[int] = ()) -> None:
-        # If the zygote is gone, receive() says so; one place to hear of it is enough.
+        # If the zygote is gone, receive() raises EOFError: one place to learn of it is enough.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._channel.send(message, fds)
 
 
 def _environment(ranks: int) -> dict[str, str]:
-    """Return the zygote's environment, and so the ranks': each rank's share of the cores, unless the user has said it.
+    """Return the zygote's environment, which ranks inherit: OMP_NUM_THREADS is a rank's share of the cores, unless set.
 
-    What is loaded into the zygote (OpenMP, MKL, OpenBLAS) reads it there, once for all ranks, and so does what they
-    start or load later. A variable of one library's own (MKL_NUM_THREADS, OPENBLAS_NUM_THREADS) comes first for it.
+    The libraries in the zygote (OpenMP, MKL, OpenBLAS) read it there, once for all ranks, and so does what the ranks
+    start or load later. A library's own variable (MKL_NUM_THREADS, OPENBLAS_NUM_THREADS) takes precedence in it.
     """
     env = dict(os.environ)
     share = machine.share_of_cores(ranks)

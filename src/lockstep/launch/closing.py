@@ -1,4 +1,4 @@
-"""Why an attempt is over, and how a job ends: the exit code and what is said last. Decisions only, no I/O."""
+"""Decide why an attempt is over, and how a job ends: its exit code and last message. Decisions only, no I/O."""
 
 from __future__ import annotations
 
@@ -63,14 +63,17 @@ class JobEnd:
     asked_listeners: bool = False
     #: True if a rank of this machine failed before the job was asked to end.
     failing: bool = False
-    #: True if all ranks of this machine have saved and left on request; left with exit code 0; ended.
+    #: True if the ranks of this machine have saved because they were asked to stop.
     saved: bool = False
+    #: True if all of them left with exit code 0.
     completed: bool = False
+    #: True if none of them is left to wait for.
     done: bool = False
     #: True while the launchers wait for each other.
     meeting: bool = False
-    #: True if the zygote could not import the ranks' modules; the exit code of a refusal to meet.
+    #: True if the zygote could not import the ranks' modules.
     broken: bool = False
+    #: The exit code where the machines could not meet, or continue together; None: they could.
     refused_with: int | None = None
 
 
@@ -81,7 +84,7 @@ def why_over(*, stopped_by: Signals | None, failing: bool, failed: bool, saved: 
         stopped_by: the signal that was to stop the job.
         failing: whether a rank failed before anybody wanted the job to end.
         failed: whether a rank failed by itself, before that or after it.
-        saved: whether all ranks have saved since they were asked to, and have left.
+        saved: whether the ranks have saved because they were asked to.
     """
     if saved or (stopped_by is not None and not failing):
         return EndKind.STOPPED
@@ -96,11 +99,11 @@ def decide(end: JobEnd) -> Closing:
         return Closing(LastWord.REFUSED, end.refused_with)
     if end.saved:
         return Closing(LastWord.SAVED, EXIT_SAVED)
-    # A rank that failed is not why a round is over that has ended for another reason.
+    # Where a round has ended for another reason, a rank's failure is not why it is over.
     if end.stopped_by is not None and (not end.failing or end.kind not in (None, EndKind.FAILED, EndKind.DONE)):
         late = end.asked_listeners and end.completed
         return Closing(LastWord.CAME_LATE, 0) if late else Closing(LastWord.STOPPED, 128 + end.stopped_by)
-    if end.meeting:  # how the last attempt ended was said before; the zygote has ended since
+    if end.meeting:  # the end of the last attempt is reported already, and the zygote has ended since
         return Closing(LastWord.ZYGOTE_LOST, None)
     if end.kind is EndKind.FAILED:
         return Closing(LastWord.VERDICT, end.failed_with)
@@ -110,9 +113,9 @@ def decide(end: JobEnd) -> Closing:
 
 
 def for_the_others(end: JobEnd) -> int:
-    """Return what machines are to end with that wait for a round which will not come, as this machine's part is over.
+    """Return the exit code for machines that wait for a round which won't come, since this machine's part is over.
 
-    They have no ranks that could have saved or that a signal could have stopped, so a failure counts first.
+    Those machines have no ranks that could have saved, or that a signal could have stopped, so a failure comes first.
     """
     if end.kind is EndKind.FAILED:
         return end.failed_with

@@ -1,4 +1,4 @@
-"""What can be found out about a rank from outside: what the kernel says of it, its Python stack, its memory."""
+"""Find out about a rank from outside: what the kernel says of its process, its Python stack, its memory."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ _ON_A_FILE = frozenset([
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """A process's main thread, as the kernel sees it at a moment."""
+    """What the kernel says of a process and its main thread at one moment."""
 
     #: The state's letter in /proc/<pid>/stat.
     state: str
     #: Processor seconds of all its threads so far.
     processor: float
-    #: The system call that it is in, with its file if it has one; empty: none, or unknown.
+    #: The system call that the main thread is in, with the file that it is on if any; empty: none, or unknown.
     call: str
-    #: The kernel function that it sleeps in; empty: unknown.
+    #: The kernel function that the main thread sleeps in; empty: unknown.
     function: str
-    #: The lasting reason why it can't continue; None: none is known.
+    #: The lasting reason why the process can't continue; None: none is known.
     standstill: Standstill | None = None
 
     @property
@@ -73,7 +73,7 @@ class ProcessFacts:
         return self.state == "S"
 
     def describe(self) -> str:
-        """``sleeping in read of /data/shard-7 (pipe_read)``"""
+        """Return the state in words: ``sleeping in read of /data/shard-7 (pipe_read)``."""
         where = f" in {self.call}" if self.call and self.state not in "tT" else ""
         function = f" ({self.function})" if self.function and self.state not in "RtT" else ""
         if self.standstill is Standstill.STARVED:
@@ -97,7 +97,7 @@ def facts(pid: int) -> ProcessFacts | None:
 def _call(pid: int) -> str:
     words = _proc.read(pid, "syscall").split()
     if not words or not words[0].lstrip("-").isdigit() or int(words[0]) < 0:
-        return ""  # "running", or it can't be asked
+        return ""  # the kernel says "running", or does not let this process know
     number = int(words[0])
     name = _CALLS.get(platform.machine(), {}).get(number, f"system call {number}")
     if name not in _ON_A_FILE or len(words) < 2:
@@ -111,8 +111,7 @@ def _call(pid: int) -> str:
 
 # Whether a process can continue ---------------------------------------------------------------------------------------
 
-#: Seconds that a process must be at a standstill of each kind, and processor seconds per second that are no work. (The
-#: lowest priority still gets three thousandths of a processor beside one that is busy.)
+#: Seconds for which a standstill of each kind must last before it counts.
 _SECONDS = {
     Standstill.STOPPED: 0.0,
     Standstill.DEAD: 0.0,
@@ -122,6 +121,8 @@ _SECONDS = {
     Standstill.LOCKED: 3.0,
     Standstill.STARVED: 3.0,
 }
+#: Processor seconds per second up to which a process does not count as working. (Beside a busy process, one of the
+#: lowest priority still gets three thousandths of a processor.)
 _IDLE = {kind: 0.005 if kind is Standstill.STARVED else 0.02 for kind in Standstill}
 #: The operations and the flag in the second argument of a futex call (linux/futex.h).
 _FUTEX_WAIT, _FUTEX_WAIT_BITSET, _FUTEX_PRIVATE, _FUTEX_COMMAND = 0, 9, 128, 127
@@ -136,7 +137,7 @@ class _Sleep(enum.Enum):
     TIMED = "timed"
     #: An event loop, with nothing to do (gloo's, for one).
     EVENTS = "events"
-    #: Anything else: it may continue by itself.
+    #: Anything else, from which the thread may continue by itself.
     OTHER = "other"
 
 
@@ -148,7 +149,7 @@ class Stillness:
         self._since = self._processor = 0.0
 
     def look(self, pid: int, now: float, *, announced: bool, waits: bool) -> Standstill | None:
-        """Return why the process can't continue, or None: it may. To be called about once a second.
+        """Return why the process can't continue, or None if it may. To be called about once a second.
 
         Args:
             pid: the process.
@@ -178,7 +179,7 @@ _BY_STATE = {
 
 
 def _standstill(pid: int, state: str, *, announced: bool, waits: bool) -> Standstill | None:
-    """Return what holds a process at this moment, if it may be more than a moment."""
+    """Return the kind of standstill that a process's state at this moment may mean, or None if it means none."""
     if state in "DS" and _proc.is_frozen(pid):
         return Standstill.FROZEN
     if state != "S" or waits:
@@ -258,7 +259,7 @@ class Stack:
 
     @property
     def in_debugger(self) -> bool:
-        """Whether somebody looks at the program with Python's debugger, or one that is built on it."""
+        """Whether the program is in Python's debugger, or in one that is built on it."""
         return any(frame.file.endswith(("/pdb.py", "/bdb.py")) for frame in self.frames)
 
     @property
@@ -269,7 +270,7 @@ class Stack:
 
 
 def stack_size(folder: Path, rank: int) -> int:
-    """Return the bytes in the file of a rank's stacks; what is asked for now comes after them."""
+    """Return the size in bytes of the file of a rank's stacks, where a stack that is asked for now will begin."""
     try:
         return JobFiles(folder).stack(rank).stat().st_size
     except FileNotFoundError:
@@ -377,7 +378,7 @@ def machine_memory() -> int | None:
 
 
 def _mount(line: str) -> tuple[str, list[str], str, Path]:
-    """Kind, options, root and mount point of a line of mountinfo."""
+    """Return the kind, options, root and mount point in a line of mountinfo."""
     before, _, after = line.partition(" - ")
     root, point = before.split()[3:5]
     kind, _, options = after.split(" ", 2)
@@ -395,8 +396,9 @@ class MachineFacts:
     memory_kills: int | None
     #: The job's memory limit in bytes; None: all of the machine's memory.
     memory_limit: int | None
+    #: The machine's memory in bytes; None: unknown.
     machine: int | None
-    #: Size and free bytes of /dev/shm; None: there is none.
+    #: Size and free bytes of /dev/shm; None: this machine has none.
     shared: tuple[int, int] | None
     #: The limit on a process's open descriptors.
     files: int
@@ -407,12 +409,12 @@ class MachineFacts:
     def collect(
         cls, group: MemoryGroup | None, *, kills_before: int | None, worker: Callable[[int], Fetching | None]
     ) -> MachineFacts:
-        """Ask the machine now.
+        """Collect the facts as they are now.
 
         Args:
             group: the ranks' memory cgroup.
-            kills_before: its count when they were started.
-            worker: asked for what a worker was doing.
+            kills_before: the group's count of kills when the ranks were started; None: unknown.
+            worker: returns what the DataLoader worker with a process id did last; None: unknown.
         """
         kills = group.kills() if group is not None else None
         try:

@@ -1,4 +1,4 @@
-"""A job's private folder: made, locked, and removed; where a job was killed with all its processes, by the next job.
+"""Make, lock and remove a job's private folder; where all of a job's processes were killed, the next job removes it.
 
 Note [Abandoned folders]
 ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -30,10 +30,10 @@ class JobFolder:
     """A new folder (0700) in the place for temporary files, held until it is removed. See Note [Abandoned folders]."""
 
     def __init__(self) -> None:
-        """Make it.
+        """Make the folder, and remove abandoned ones.
 
         Raises:
-            LaunchError: there is no place for temporary files.
+            LaunchError: no folder for temporary files can be written.
         """
         try:
             _remove_abandoned(Path(tempfile.gettempdir()))
@@ -70,7 +70,7 @@ def _remove_abandoned(home: Path) -> None:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 if _locks(fd):
-                    # A process that has one of their numbers now is another one, with memory of its own.
+                    # Where a noted process id is in use, it may be another process's by now, whose memory must stay.
                     folders = [Path(path), *Path(path).glob("[0-9]*")]  # one for each start of its ranks
                     noted = {pid for each in folders for pid in workers.processes(each)}
                     gone = {pid for pid in noted if not os.path.exists(f"/proc/{pid}")}

@@ -42,7 +42,7 @@ _WORKS = 0.2
 _COUNTS = (
     Cell.STEPS, Cell.SAMPLES, Cell.RUN_STEPS, Cell.DEVICE_MEMORY, Cell.DEVICE_SIZE, Cell.COLLECTED, Cell.COLLECTIONS,
 )  # fmt: skip
-#: Seconds before a question whose answer was "nobody is late" is asked again.
+#: Seconds before ranks that were suspected, and turned out not to be late, are asked for their stacks again.
 _PAUSE = 60.0
 
 
@@ -59,7 +59,7 @@ class _Suspicion:
 
 @dataclass(frozen=True)
 class _Heard:
-    """A rank of another machine, as its launcher told."""
+    """What another machine's launcher has told of one of its ranks."""
 
     look: Look
     progress: Progress
@@ -71,12 +71,12 @@ class _Heard:
 
 
 class HangWatch:
-    """The launcher's eyes on one start of the ranks of this machine. See Note [The launcher's clock].
+    """Watches one start of this machine's ranks for one that holds up the others. See Note [The launcher's clock].
 
     Args:
         files: the private folder of this start.
         pages: the ranks' pages in it.
-        ranks: the ranks of this machine, one after the other.
+        ranks: the ranks of this machine, which are consecutive.
         shortest: seconds that a rank may hold up the others before it is reported, however short the steps are.
     """
 
@@ -160,7 +160,7 @@ class HangWatch:
     def look(
         self, states: Mapping[int, RankState], now: float, *, ask: Callable[[Iterable[int], int], None]
     ) -> list[str]:
-        """Compare the ranks; to be called about once a second. What to tell the user.
+        """Compare the ranks, and return what to tell the user. To be called about once a second.
 
         Args:
             states: the ranks' processes.
@@ -327,13 +327,13 @@ class HangWatch:
             known[rank] = Known(rank, None, None, heard.look, heard.moved, None, None)
             if (
                 asked.verdict.kind is HangKind.STILL and heard.standstill is None
-            ):  # what its stack says, only its own launcher knows
+            ):  # only its own launcher can read its stack
                 doing[rank] = Doing.WAITS
         verdict = settle(asked.verdict, doing)
         if verdict is not None and self._others and asked.verdict.kind is HangKind.STILL and not verdict.late:
             verdict = None
         if verdict is None:
-            # One that stands still is asked about again soon: the others may only now come to wait for it.
+            # A rank at a standstill is suspected again soon, since the others may only now come to wait for it.
             halted = any(self._standstills.get(rank) is not None for rank in asked.verdict.late)
             self._quiet_until[asked.verdict.kind] = now + (self._shortest if halted else _PAUSE)
             return []
@@ -370,7 +370,7 @@ class HangWatch:
         waited = [rank for rank in verdict.waiting if self._reported[rank].waiting]  # by their own account
         moved = any(marks[rank] != self._reported[rank] for rank in waited or verdict.late)
         if not moved or any(state.exit_code for state in states.values()):
-            return []  # what was said stands, also as the reason of an end
+            return []  # the report stays true, also as the reason why the job ends
         self._verdict, self.text = None, ""
         self._files.mark_late("")
         return [report.over(verdict, now=now)]
@@ -394,7 +394,7 @@ def _works(known: Known, asked: _Suspicion, seconds: float) -> bool:
 
 def _doing(known: Known, asked: _Suspicion, seconds: float, standstill: Standstill | None) -> Doing:
     stack, facts = known.stack, known.facts
-    if standstill not in (None, Standstill.LOCKED):  # whose threads may as well all wait, for all that is known of them
+    if standstill not in (None, Standstill.LOCKED):  # of a locked one, all threads sleep, as they may in a collective
         return Doing.WORKS
     if known.look.mark.waiting:
         return Doing.WAITS

@@ -29,7 +29,7 @@ from lockstep.remote.frames import BEAT, SILENT, FrameKind, frame, greet
 _ORDER = 120.0
 #: Seconds that a launcher has beyond --grace before it is killed, once the connection is gone.
 _PATIENCE = 20.0
-#: Seconds for the last output once the launcher has ended, and for its reader.
+#: Seconds for the last output to come once the launcher has ended, and then for the connection to take it.
 _DRAIN, _READER = 5.0, 600.0
 #: Bytes that may wait for a slow connection before the ranks have to wait as well.
 _FULL = 1 << 20
@@ -41,7 +41,7 @@ _CHUNK = 65536
 
 @dataclass(frozen=True)
 class Order:
-    """What a host is to know that may not stand in its command line, or was not known when that was written."""
+    """What a host is told that its command line must not show, or that was not known when that line was written."""
 
     #: The job's key, as hexadecimal digits.
     key: str
@@ -63,7 +63,7 @@ class Order:
 
     @classmethod
     def decode(cls, line: bytes) -> Order:
-        """Read such a line."""
+        """Return the order in a line that :meth:`encode` has made."""
         fields: dict[str, Any] = json.loads(line)
         size = fields.pop("terminal")
         return cls(**fields, terminal=None if size is None else (size[0], size[1]))
@@ -73,7 +73,9 @@ class Order:
 
 
 def obey() -> Order:
-    """Greet who has started this process by ssh, and fork the launcher: only there this returns.
+    """Greet the process that started this one by ssh, wait for its order, and fork the launcher.
+
+    Returns in the launcher alone. This process becomes the guard, and ends with the launcher's exit code.
 
     Raises:
         LaunchError: no order came.
@@ -120,7 +122,7 @@ class _Guard:
     """Passes on what comes until the launcher has ended.
 
     Args:
-        launcher: its process, a child of this one.
+        launcher: the launcher's process id; it is a child of this process.
         readers: descriptors of what it and its ranks write; what the launcher says comes first.
         grace: seconds that it may take to stop.
     """
@@ -200,7 +202,7 @@ class _Guard:
         del self._messages[:count]
 
     def _take(self, fd: int, kind: FrameKind) -> bool:
-        """Read once; whether there was anything."""
+        """Read once, and return whether there was anything."""
         try:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:
@@ -256,7 +258,7 @@ class _Guard:
                 self._signal(named)
 
     def _hang_up(self, now: float) -> None:
-        """Have the job stop: nobody is there who could, or would read what it writes."""
+        """Have the job stop: without a connection nobody can stop it, or read what it writes."""
         if self._connected:
             self._connected = False
             self._outgoing.clear()

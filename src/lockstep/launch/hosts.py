@@ -12,8 +12,8 @@ processes shows it.
 
 Note [One signal]
 ~~~~~~~~~~~~~~~~~
-The first signal goes to one host, whose launcher lets the others know: to a launcher that knows already it would be a
-second one, which stops the ranks at once. Any further signal is meant so, and goes to all.
+The first signal goes to one host, whose launcher lets the others know. A launcher that knew already would take it for a
+second signal, which stops the ranks at once. A further signal is meant to do just that, and goes to all hosts.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ _REACH = 60.0
 _PATIENCE, _LAST = 10.0, 25.0
 #: Seconds that a message waits for another host's launcher, which knows more.
 _LATER = 1.0
+#: Bytes that may wait for a slow terminal before the hosts have to wait as well.
 _FULL = 1 << 20
 
 
@@ -136,7 +137,7 @@ def _terminal_size() -> tuple[int, int] | None:
 
 @dataclass
 class _Unfinished:
-    """The beginning of a line that has not ended yet, since when."""
+    """The beginning of a line that has not ended yet, and the time since which it waits."""
 
     data: bytes = b""
     since: float = 0.0
@@ -166,7 +167,7 @@ class _Job:
         self._press_at, self._pressed = float("inf"), 0
 
     def close(self) -> None:
-        """Take signals as before."""
+        """Let signals interrupt this process again, as they did before."""
         self._signals.close(keep={SAVE})  # as in run()
 
     # From the first to the last --------------------------------------------------------------------------------------
@@ -175,7 +176,7 @@ class _Job:
         """Wait until all hosts have answered; False: a signal came first.
 
         Raises:
-            LaunchError: one has not.
+            LaunchError: a host can't be reached, does not answer in time, or has another version of lockstep.
         """
         limit = time.monotonic() + _REACH
         while self._stopped_by is None:
@@ -247,7 +248,7 @@ class _Job:
                 self._press_at = now + self._grace + _PATIENCE
         left = [each for each in self._connections if each.open]
         if self._ended and any(not each.met for each in left) and not self._pressed:
-            self._press_at = now  # it would wait for one that will not come
+            self._press_at = now  # it waits for a machine that will not come
 
     def _press(self, now: float) -> None:
         """Have those end that go on without the others: by SIGTERM, then by the end of their connections."""
@@ -300,7 +301,7 @@ class _Job:
             self._show("a job on several hosts can't be suspended")
             return
         if signum == signal.SIGHUP and self._stopped_by is not None:
-            return  # when a terminal goes, the shell says so, and the kernel says so
+            return  # when a terminal goes, both the shell and the kernel send it
         if signum == signal.SIGTERM and self._stopped_by == signal.SIGHUP:
             self._stopped_by = signum  # what ends a lost session sends both
             return
@@ -351,11 +352,11 @@ class _Job:
             self._show_once(number, once, text)
 
     def _show(self, text: str) -> None:
-        self._finish_lines(float("inf"))  # what came before it
+        self._finish_lines(float("inf"))  # output that came before the message is shown before it
         self._sinks[FrameKind.ERROR].push(-1, b"", f"lockstep: {text}\n".encode())
 
     def _finish_lines(self, now: float) -> None:
-        """Show what has come: whole lines, and the beginning of one where it is in nobody's way, or after a moment."""
+        """Show whole lines, and the beginning of one if no other host can have begun a line, or after a moment."""
         for (index, kind), held in list(self._unfinished.items()):
             sink = self._sinks[kind]
             alone = len(self._connections) == 1 or sink.owner == index

@@ -1,7 +1,7 @@
 """The launcher: starts the ranks of one machine, watches them, and says which of them holds up the others.
 
-It never imports torch. A command (run.py) and a program (spawn.py) each hold a :class:`Launcher`, and add what is
-theirs.
+It never imports torch. A command (run.py) and a program (spawn.py) each hold a :class:`Launcher`, and add what only
+they need.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Attempt:
 
     def steps(self, rank: int) -> tuple[int | None, int | None]:
         """Return the optimizer steps of the whole run, and those that ``rank`` has taken since this start; None where
-        nobody counts."""
+        they are not counted."""
         taken = self._pages.get(rank, Cell.STEPS)
         run = self._pages.get(rank, Cell.RUN_STEPS) or taken
         return (run - 1 if run else None), (taken - 1 if taken else None)
@@ -117,14 +117,14 @@ class Attempt:
             self._files.mark_failed()
 
     def record(self, rank: int) -> FailureRecord | None:
-        """Return a rank's last words."""
+        """Return the record that a rank has left of its failure; None: it has left none."""
         return FailureRecord.read(self.folder, rank)
 
     def outcome(self, streams: Streams | None = None) -> Outcome:
         """Return how this attempt has ended, as it was when first asked: records and counters are read once.
 
         Args:
-            streams: where the ranks' output went; None: where the caller's goes.
+            streams: where the ranks' output went; None: to the caller's own streams.
         """
         if self._outcome is None:
             endings = [
@@ -159,7 +159,7 @@ class Launcher:
     Args:
         spec: the job.
         round_: the machines that start together; where they have not met yet: this one alone.
-        home: its private folder.
+        home: the job's private folder.
         recorder: writes down how the run goes.
     """
 
@@ -195,7 +195,7 @@ class Launcher:
 
     @property
     def lives(self) -> bool:
-        """Whether the zygote is there, and with it what it started."""
+        """Whether the zygote runs, and with it what it has started."""
         return self.zygote in self.selector.get_map()
 
     def wait(self, *moments: float | None) -> set[object]:
@@ -267,9 +267,9 @@ class Launcher:
         on, and, if all is well, what the time went to.
 
         Args:
-            exit_code: of the job.
-            end: how it ended.
-            word: what was said of that.
+            exit_code: the job's.
+            end: how the job ended.
+            word: what was said of that end.
         """
         self._see_folder()
         said = self.attempt.hangs.ended(self.policy.states)
@@ -369,7 +369,7 @@ class Launcher:
         return self.spec.rendezvous is not None and self.attempt.round.node_rank == 0
 
     def _see_folder(self) -> None:
-        """Say it once if somebody has removed the job's folder: the job ends as it would, and tells less."""
+        """Say once that the job's folder was removed. The job goes on, and can tell less about how it ends."""
         if not self._told_of_loss and not self.attempt.folder.is_dir():
             self._told_of_loss = True
             say(
@@ -378,8 +378,8 @@ class Launcher:
             )
 
     def _look(self, now: float) -> None:
-        """Say which rank is late, and end a job that is held up by a rank whose exception was recorded: it does not get
-        out of a thread or a collective. Ranks that have saved have the grace period to leave."""
+        """Say which rank is late, and end a job that is held up by a rank whose exception was recorded: that rank can't
+        get out of a thread or a collective. Ranks that have saved have the grace period to leave."""
         if not self.policy.stopping and self.attempt.stop_note() is not None:
             self.policy.let_end(now)
         if not (self.policy.stopping or self.policy.done):

@@ -1,8 +1,8 @@
 """Where the ranks' output goes: the terminal, a log for each rank, or both through a relay.
 
-Rank 0 has the terminal and the others write to their logs, with nobody in between. The relay is only used where the
-launcher must see the output: with ``--all-output``, and for rank 0 with an explicit ``--log-dir``. It passes lines on
-without losing or mixing a byte.
+A machine's first rank (with ``--hosts``, rank 0 alone) has the terminal and the others write to their logs, directly.
+The relay is only used where the launcher must see the output: with ``--all-output``, and for the first rank with an
+explicit ``--log-dir``. It passes lines on without losing or mixing a byte.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Streams:
         self._ranks: dict[int, int] = {}
 
     def open(self, local_rank: int, rank: int) -> list[int]:
-        """Standard input, output and error for one rank; the caller passes them on and closes them.
+        """Open standard input, output and error for one rank; the caller passes them on and closes them.
 
-        An empty list: the rank shares the launcher's own.
+        Returns an empty list if the rank shares the launcher's own.
 
         Raises:
             LaunchError: a log can't be opened.
@@ -96,8 +96,8 @@ class Streams:
         return [rank for local_rank, rank in self._ranks.items() if shared or self._is_first(local_rank)]
 
     def resize(self) -> None:
-        """Give rank 0's terminal the size that the user's has now."""
-        if self._pty is not None and os.isatty(1):  # which may have gone
+        """Give the first rank's pseudo-terminal the size that the user's terminal has now."""
+        if self._pty is not None and os.isatty(1):  # the user's terminal may have gone
             _resize(self._pty, window_size(1))
 
     def _is_first(self, local_rank: int) -> bool:
@@ -110,7 +110,7 @@ class Streams:
         return True
 
     def _relayed(self, rank: int) -> list[int]:
-        """Rank 0 through the relay: by a pseudo-terminal where the user has a terminal, else by pipes."""
+        """Open the first rank's streams through the relay: a pseudo-terminal if the user has a terminal, else pipes."""
         log = self._logs.open(rank) if self._spec.log_dir is not None else None
         if os.isatty(1):
             reading, output = open_pty(window_size(1))
@@ -126,8 +126,8 @@ class Streams:
 
 
 def error_sink() -> int:
-    """Return where standard error goes: with standard output where both are the same file, so that lines of one rank
-    end before those of another begin."""
+    """Return the descriptor for standard error: that of standard output where both are the same file, so that a line
+    of one rank ends before that of another begins."""
     return 1 if os.path.sameopenfile(1, 2) else 2
 
 
@@ -135,7 +135,7 @@ def open_pty(size: bytes) -> tuple[int, int]:
     """Return both ends of a pseudo-terminal that passes every byte on as it is.
 
     Args:
-        size: of its window, as :func:`window_size` has it.
+        size: the window's size, as :func:`window_size` returns it.
     """
     import pty
     import termios
@@ -209,7 +209,7 @@ class OutputSink:
                     continue
                 self.broken = True
                 self.backlog.clear()
-                if not isinstance(error, BrokenPipeError):  # else it was `| head`: the rest goes to the logs alone
+                if not isinstance(error, BrokenPipeError):  # as after `| head`: the rest goes to the logs alone
                     say(f"output can't be shown any more: {error}")
 
 
@@ -320,7 +320,7 @@ class Relay:
 
     @property
     def due(self) -> float | None:
-        """Seconds until output that is held back must be shown, or None if there is none."""
+        """Seconds after which output that is held back must be looked at again, or None if none is held back."""
         return PATIENCE / 2 if any(source.held for source in self._sources.values()) else None
 
     def close(self) -> None:
@@ -372,8 +372,8 @@ class LogFolder:
     the end if it is empty.
 
     Args:
-        given: the folder the user named; it is used as it is. None: a new one in the default place.
-        program: a word for the default folder's name.
+        given: the folder that the user named, which is used as it is. None: a new one in the default place.
+        program: a word for the new folder's name.
     """
 
     def __init__(self, given: Path | None, *, program: str, env: Mapping[str, str] = os.environ) -> None:

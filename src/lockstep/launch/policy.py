@@ -51,8 +51,9 @@ class Order:
 class KilledFor(enum.Enum):
     """Why the launcher killed a rank that had been told to stop."""
 
-    #: It did not leave within the time that those have who save; that those have whose peer has failed.
+    #: It did not leave within the time that ``--grace`` gives.
     GRACE = enum.auto()
+    #: It did not leave within :data:`FAILURE_GRACE` of another rank's failure.
     FAILURE = enum.auto()
     #: A second signal, or SIGQUIT, left it no time.
     AT_ONCE = enum.auto()
@@ -66,7 +67,7 @@ class RankState:
     pid: int | None = None
     #: The exit code, negative for a signal; None while the rank runs.
     exit_code: int | None = None
-    #: The times at which it ended and was told to stop, in seconds on the monotonic clock; None: it was not.
+    #: The times at which it ended and was told to stop, in seconds on the monotonic clock; None: not yet.
     ended_at: float | None = None
     stopped_at: float | None = None
     #: Peak memory in bytes; None: not known yet.
@@ -80,6 +81,7 @@ class Policy:
     """The state of a job and the rules by which it ends."""
 
     ranks: Iterable[int]
+    #: Seconds between asking the ranks to stop and killing them.
     grace: float
     states: dict[int, RankState] = field(init=False)
     #: The signal that ended the job, if one did.
@@ -157,9 +159,9 @@ class Policy:
         """
         again, self._last_signal = now - self._last_signal, now
         if self.stopped_by is not None and signum == signal.SIGHUP:
-            return []  # when a terminal goes, the shell says so, the kernel says so, and so may others
+            return []  # when a terminal goes, the shell sends it, the kernel sends it, and so may others
         if self.stopped_by == signal.SIGHUP and signum == signal.SIGTERM:
-            # What ends a lost session sends both. Nobody is at the keyboard who would want it sooner.
+            # What ends a lost session sends both; it is not a user who wants the ranks gone at once.
             self.stopped_by = signum
             return []
         if self.stopped_by is None:
@@ -222,9 +224,9 @@ class Policy:
 
 # How a rank ended ----------------------------------------------------------------------------------------------------
 
-#: Characters of an error's message that the run's record has.
+#: Characters of an error's message that the run's record keeps.
 _TOLD = 2000
-#: A death without a record is noticed some time after it happened, a record carries the time of its exception.
+#: Seconds after which a death without a record is noticed, while a record carries the time of its exception.
 _NOTICED_LATE = 0.1
 #: How other ranks' exceptions read when a peer has gone: consequences, not causes.
 _ECHOES = (
@@ -276,6 +278,7 @@ class Ending:
 
     @property
     def failed_by_itself(self) -> bool:
+        """Whether it failed before it was told to stop."""
         stopped = self.state.stopped_at
         if self.record is not None:
             return stopped is None or self.record.at < stopped
@@ -301,6 +304,7 @@ class Ending:
 
     @property
     def status(self) -> str:
+        """One phrase for how its process ended: an exit code, or the signal that killed it."""
         code = self.state.exit_code
         if self.record is not None or code is None or code >= 0:
             return f"exit code {self.exit_code}"

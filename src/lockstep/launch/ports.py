@@ -1,4 +1,4 @@
-"""Ports, for scripts that open torch's process group themselves, and for several machines."""
+"""Find free ports, for scripts that open torch's process group themselves, and for several machines."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """Return a port that nobody uses now, below those that the kernel hands out for outgoing connections.
+    """Return a port that is free now, below those that the kernel hands out for outgoing connections.
 
-    It is not held, so it could be taken before it is used; outside the kernel's own range that is unlikely.
+    The port is not held, so it could be taken before it is used; outside the kernel's own range that is unlikely.
 
     Raises:
-        LaunchError: there is none.
+        LaunchError: none of 100 ports drawn at random is free.
     """
     lowest = _lowest_ephemeral()
     choices = range(10000, lowest) if lowest > 11000 else range(1024, 65536)

@@ -1,12 +1,12 @@
-"""What the zygote imports for the ranks, and what becomes of the environment that those imports have read.
+"""What the zygote imports for the ranks, and what a program sets in an environment that those imports have read.
 
 Note [Environment read at import]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A program that sets a variable at its top, before ``import torch``, means it to be read by that import. Under the
 launcher torch is there already. So the zygote notes which variables the modules it imports look up (in Python; what
 the libraries read when they are loaded is listed here), and a rank listens to what its program sets: numbers of threads
-are applied then and there, and for anything else that has been read a warning says so and names the way out. Listening
-stands in the place of ``os.putenv``, which ``os.environ`` calls for each change: an audit hook would hear the same, and
+are applied then and there, and for anything else that has been read a warning says so and names the way out. The
+listener replaces ``os.putenv``, which ``os.environ`` calls for each change: an audit hook would hear the same, and
 cost 0.2 microseconds in every ``id()`` of the process.
 """
 
@@ -163,7 +163,7 @@ def _set_openblas_threads(count: int) -> None:
         try:
             library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
         except OSError:
-            continue  # its file was replaced since; an assignment to os.environ is no place to fail
+            continue  # its file was replaced since; an assignment to os.environ must not raise for that
         for prefix in ("scipy_", ""):
             for suffix in ("64_", "_64", ""):
                 setter = getattr(library, f"{prefix}openblas_set_num_threads{suffix}", None)

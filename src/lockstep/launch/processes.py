@@ -70,10 +70,10 @@ def sweep(*, patience: float, limit: float = 5.0, spare: Iterable[int] = ()) -> 
     """End every process below this one, and reap them.
 
     Multiprocessing's resource tracker ignores SIGTERM and leaves by itself once its process is gone, after it removed
-    the shared memory left there. So the rest is first asked, and only killed after ``patience``.
+    the shared memory left there. So processes get SIGTERM first, and SIGKILL only after ``patience``.
 
     Args:
-        patience: seconds between SIGTERM and SIGKILL.
+        patience: seconds between SIGTERM and SIGKILL; resource trackers have 3 s at least.
         limit: seconds after which to give up on processes that even SIGKILL does not end.
         spare: children of this process that stay, if they are there.
 
@@ -98,7 +98,7 @@ def sweep(*, patience: float, limit: float = 5.0, spare: Iterable[int] = ()) -> 
             asked.update(fresh)
         else:
             # Again in each round: a process may have forked meanwhile. On a busy machine a tracker takes its time, and
-            # what it would have removed, nobody else knows of.
+            # nobody else knows what it would have removed.
             _signal_all([p for p in left if waited > _TRACKERS_PATIENCE or not _is_tracker(p)], signal.SIGKILL)
         time.sleep(0.005)
 
@@ -127,7 +127,7 @@ def reap() -> list[Dead]:
 
 
 def _has_children(spared: set[int]) -> bool:
-    """Return whether this process has other children, dead ones included that nobody has waited for."""
+    """Return whether this process has children beside ``spared``, including dead ones that nobody has waited for."""
     if spared:
         return bool(set(_proc.children(os.getpid())) - spared)
     try:
@@ -151,7 +151,7 @@ def remove_shared_memory(dead: set[int]) -> None:
 
 
 def _is_tracker(pid: int) -> bool:
-    """Return whether it is multiprocessing's resource tracker, or loky's, on which joblib and scikit-learn rest."""
+    """Return whether a process is multiprocessing's resource tracker, or loky's, which joblib and scikit-learn use."""
     return "resource_tracker import main" in _proc.read(pid, "cmdline")
 
 

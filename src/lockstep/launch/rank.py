@@ -44,8 +44,8 @@ class Task:
     rank: int
     #: Variable -> its value; None unsets it.
     env: dict[str, str | None]
-    #: ``{"kind": "script" | "module", "target": …, "args": […]}``, ``{"kind": "call", …}`` or ``{"kind": "rendezvous",
-    #: "options": …}``. ``"logged": True``: files among ``fds`` are the rank's log.
+    #: What it runs: ``{"kind": "script" | "module", "target": …, "args": […]}``, ``{"kind": "call", …}`` or
+    #: ``{"kind": "rendezvous", "options": …}``. ``"logged": True``: files among ``fds`` are the rank's log.
     job: dict[str, Any]
     #: Standard input, output and error, then the descriptors that the job needs; None: they stay as they are.
     fds: list[int]
@@ -97,7 +97,7 @@ def _take_streams(fds: Sequence[int], *, rank: int | None) -> None:
 
 
 def _take_page() -> None:
-    """Tell the launcher from now on what this rank does and how many steps it takes, whoever's optimizer takes them."""
+    """Tell the launcher from now on what this rank does and how many steps it takes, by whichever optimizer."""
     folder, identity = knobs.job_dir(), Identity.from_environment()
     if folder is None:
         return
@@ -120,7 +120,7 @@ def _keep_temporary_files() -> None:
     """Have multiprocessing keep its sockets in the job's folder, which goes with the job however its processes end.
 
     Each process that hands over a descriptor, as a loader's worker does, makes a folder ``pymp-…`` for them, and only
-    removes it if it leaves in peace. Where the job's folder has too long a name for a socket, it stays so.
+    removes it if it ends normally. Where the job's folder has too long a name for a socket, that stays so.
     """
     folder = knobs.job_dir()
     if folder is None:
@@ -158,7 +158,7 @@ def _tie_workers_to_this_process() -> None:
 
 @dataclass(frozen=True)
 class _Tie:
-    """Called in a forked worker."""
+    """Ties a forked worker to the rank that forked it; called in the worker."""
 
     parent: int
     main_thread: int
@@ -338,8 +338,8 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool, shared: bool =
         since, undo = time.monotonic(), contextlib.ExitStack()
         if os.getpid() == this_process:  # and not a child that the program forked
             _ignore_deaths_of_workers()
-            # Another rank may have failed as well, for which this one would be stopped: between its record and what it
-            # prints, so that the record's reader would take for shown what nobody has seen.
+            # If another rank has failed as well, the launcher may stop this one between its record and its printing,
+            # and the record's reader would believe that the traceback was shown.
             stops = signal.signal(signal.SIGTERM, signal.SIG_IGN)
             undo.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL if stops is None else stops)
             _record(error, rank, code, since)
@@ -409,7 +409,7 @@ def _is_first_to_tell(error: LockstepError, rank: int) -> bool:
     except FileExistsError:
         return False
     except OSError:
-        return True  # no folder any more
+        return True  # the folder is gone, or can't be written
     return True
 
 

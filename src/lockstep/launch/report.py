@@ -1,4 +1,4 @@
-"""Say how a job ended, what killed the rank that failed first, and which rank holds up the others: pure text."""
+"""Say how a job ended, what killed the rank that failed first, and which rank holds up the others."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def say_on(screen: Screen | None) -> None:
 
 
 def say_to(fd: int) -> None:
-    """Have messages written to ``fd`` from now on, for who shows those of several launchers: see hosts.py."""
+    """Write messages to ``fd`` as JSON lines from now on, for the process that shows several launchers' (hosts.py)."""
     global _reader
     _reader = fd
 
@@ -68,7 +68,7 @@ def say(text: str, *, once: str = "", later: bool = False) -> None:
         text: the message.
         once: the launchers of other machines say this, too, under the same name, and one of them is enough where the
             messages of all are shown in one place; empty: it is about this machine.
-        later: another machine's launcher knows more of it, and is the one to be shown, if it says anything.
+        later: another machine's launcher knows more, and its message is shown instead, if it sends one.
     """
     if _reader is None:
         (show if _screen is None else _screen.show)(f"lockstep: {text}")
@@ -77,9 +77,9 @@ def say(text: str, *, once: str = "", later: bool = False) -> None:
 
 
 def show(text: str) -> None:
-    """Print a line on standard error; where that is closed, or its reader has gone away, nothing and for good.
+    """Print a line on standard error; where that is closed, or its reader has gone, print nothing from then on.
 
-    How a job ends must not depend on who reads of it.
+    How a job ends must not depend on whether its messages are read.
     """
     if sys.stderr is None:  # closed when Python started; print would take standard output instead
         return
@@ -93,7 +93,7 @@ def show(text: str) -> None:
 
 
 def met() -> None:
-    """Let who shows the messages of several launchers know that they have found each other."""
+    """Tell the process that shows the messages of several launchers that the launchers have found each other."""
     if _reader is not None:
         os.write(_reader, MET + b"\n")
 
@@ -151,8 +151,8 @@ class Outcome:
 
     @property
     def saved(self) -> bool:
-        """Whether the ranks have saved because they were asked to stop. It is so once all have saved, in whichever way
-        they leave then, and nobody else's end is a failure."""
+        """Whether the ranks have saved because they were asked to stop. Once all have saved, no way in which a rank
+        leaves is a failure any more."""
         return self.note is not None
 
     @property
@@ -342,7 +342,7 @@ def not_restarted(why: Refusal, failure: Failure, *, limit: int) -> str:
 
 
 def unseen(ranks: Sequence[int], folder: Path | None) -> str:
-    """Say where the output is that nobody has seen, which is else lost for not knowing where it is."""
+    """Say in which folder the output is that was not shown."""
     return f"what {which_ranks(ranks)} wrote is in {folder}"
 
 
@@ -380,7 +380,7 @@ def _speaker(outcome: Outcome) -> Ending:
 def _alike(one: Ending, other: Ending) -> bool:
     """Return whether two ranks failed by the same error, but for the rank that it begins with.
 
-    So one failed by itself that has been told to stop meanwhile: to be stopped raises no such error.
+    A rank that was told to stop before it recorded such an error failed by itself: a stop raises no such error.
     """
     if one.record is None or other.record is None:
         return False
@@ -433,7 +433,7 @@ _CRASHES = {
 }
 #: The path for which there was no room, as Python writes it; compiled code and multiprocessing name none.
 _NAMED = re.compile(r"No space left on device: '")
-#: Bytes without which nothing can be made in /dev/shm.
+#: Free bytes below which nothing can be made in /dev/shm.
 _SMALLEST = 65536
 _TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata", "unable to open shared memory object")
 
@@ -481,7 +481,7 @@ def _worker(ending: Ending, facts: MachineFacts) -> Iterator[str]:
 def _shared(ending: Ending, facts: MachineFacts) -> Iterator[str]:
     text = _text(ending)
     no_space = "No space left on device" in text
-    # A semaphore of multiprocessing (a queue, a loader with workers) does not say where there was no room for it.
+    # The error of a multiprocessing semaphore (in a queue, a loader with workers) does not say where room was lacking.
     no_room = facts.shared is not None and facts.shared[1] < _SMALLEST
     full = no_space and ("/torch_" in text or "shm" in text or (no_room and not _NAMED.search(text)))
     found = _found_worker(ending)
@@ -682,7 +682,7 @@ def _late(known: Known, now: float | None) -> list[str]:
 
 
 def _doing(known: Known, now: float | None) -> str:
-    """``your code for 6 s, after optimizer.step() at train.py:26 in <module>``"""
+    """Return what a rank does, in words: ``your code for 6 s, after optimizer.step() at train.py:26 in <module>``."""
     look, mark = known.look, known.look.mark
     begun = "" if now is None else f" for {now - known.since:.0f} s"
     line = known.stack.users if known.stack is not None else None

@@ -64,7 +64,8 @@ _PATIENCE = 0.3
 def run(spec: JobSpec) -> int:
     """Run a job to its end and return the exit code for it.
 
-    0, or that of the first rank to fail, or 128 + the signal that stopped the job.
+    0; 75 (``EXIT_SAVED``) if the ranks were asked to stop and have saved; the exit code of the first rank to fail; or
+    128 + the signal that stopped the job.
 
     Raises:
         ValueError: the program can't be run.
@@ -77,7 +78,7 @@ def run(spec: JobSpec) -> int:
         _open_standard_streams()
         terminal.outlive()
         signals = SignalQueue(s for s in (*STOPPING, SAVE, signal.SIGWINCH) if s not in ignored())
-        # Who asks a job to save at its last moment must not end a launcher that has nothing left to save. After an
+        # A request to save in a job's last moment must not end a launcher that has nothing left to save. After an
         # agreed stop all signals stay blocked to the very end: a scheduler that sees one machine's launcher leave may
         # stop the others by a second signal, which would hide that they have saved.
         over = {SAVE}
@@ -197,10 +198,11 @@ class _Run:
         self._others = None if self._spec.rendezvous is None else Rendezvous(self._spec.meeting())
         #: The monotonic time at which the search for the other machines ends; None: it has not begun.
         self._meet_by: float | None = None
-        #: The number of the last round, and what tells this job from others; why this machine could not go on with it;
-        #: why there will be none.
+        #: The number of the last round, and the identity of the job that met in it.
         self._last_round, self._job = -1, ""
+        #: Why this machine could not go on with the last round; empty: it could.
         self._lost = ""
+        #: Why the machines will not meet again, and the exit code for that; empty: they may.
         self._refused, self._refused_with = "", 1
         #: Rendezvous clients that were lost since the machines last met.
         self._lost_clients = 0
@@ -356,7 +358,7 @@ class _Run:
         self._stage = _Stage.ENDED
 
     def _judge(self) -> Verdict:
-        """Say why the attempt is over, as far as this machine can know."""
+        """Return the verdict on the attempt, as far as this machine can know."""
         policy, attempt = self._launcher.policy, self._launcher.attempt
         restarts = copy.copy(self._restarts)  # counted once it is the verdict
         node = attempt.round.node_rank
@@ -696,8 +698,8 @@ class _Run:
         return 128 - code if code is not None and code < 0 else 1, closed.end, text
 
     def _own_cause(self, text: str) -> str:
-        """Put what went wrong on this machine before what another one has lost by it: that one's ranks ended first, and
-        its verdict was there before this one's."""
+        """Put this machine's own failure before the failure that it caused on another machine, whose ranks ended first,
+        so that its verdict came before this machine's."""
         outcome = self._launcher.attempt.outcome(self._streams)
         if outcome.first is None or outcome.first.is_echo:
             return text

@@ -52,7 +52,7 @@ def spawn(
         nprocs: how many ranks.
         join: wait for all of them. Otherwise return at once.
         daemon: what happens to ranks that were not joined when this process ends: True: they are ended, False: they
-            are waited for. (Other than multiprocessing's daemons, they may have children in any case.)
+            are waited for. (Unlike multiprocessing's daemons, they may have children in any case.)
         start_method: ``"spawn"``; there is no other.
 
     Returns:
@@ -89,7 +89,7 @@ class SpawnContext:
         self._daemon = daemon
         self._error: LaunchError | None = None
         self._closed = False
-        # Raises where a rank is just importing __main__ again, before anything is started.
+        # Raises RuntimeError in a rank that is importing __main__ again, before anything is started.
         preparation = multiprocessing_spawn.get_preparation_data("rank")
         _check_main(preparation)
         master = _master()
@@ -113,7 +113,7 @@ class SpawnContext:
         """Wait for all ranks, and say on standard error which rank holds up the others, if one does.
 
         Args:
-            timeout: seconds; None: as long as they run.
+            timeout: seconds to wait at most; None: until all have ended.
 
         Returns:
             True when all ranks have ended well, False if some still run after ``timeout``.
@@ -131,7 +131,7 @@ class SpawnContext:
                     return False
                 else:
                     self._turn(deadline)
-        except BaseException:  # Ctrl-C above all: nobody waits for the ranks any more
+        except BaseException:  # mostly KeyboardInterrupt, after which nobody waits for the ranks
             self._close()
             raise
         if self._error is not None:

@@ -1,4 +1,4 @@
-"""What the user asked for, checked: the program, how many ranks, on how many nodes, at which port, what is shown."""
+"""Check what the user asked for: the program, how many ranks, on how many nodes, at which port, what is shown."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class JobSpec:
     grace: float = DEFAULT_GRACE
     #: True if the summary at the end is left out.
     quiet: bool = field(default_factory=knobs.quiet)
-    #: The price of a node and an hour, which the summary reckons with; None: not known.
+    #: The price of a node per hour, from which the summary computes the cost; None: not known.
     price: float | None = None
     #: The number of traced steps, and of the steps before them; None: no step is traced.
     trace: tuple[int, int] | None = field(default_factory=knobs.trace)
@@ -206,6 +206,9 @@ def parse_ranks(text: str, *, cores: int, gpus: int, option: str = "-n", auto: i
         gpus: of this machine.
         option: the option's name, for messages.
         auto: what ``auto`` is where there is no GPU. None: one rank for two cores, at least one.
+
+    Raises:
+        ValueError: ``text`` is none of these, or asks for GPUs on a machine without any.
     """
     if text == "auto":
         return gpus or (max(1, cores // 2) if auto is None else auto)
@@ -231,6 +234,9 @@ def parse_nodes(text: str, *, standalone: bool = False, option: str = "--nnodes"
         text: what the user wrote.
         standalone: the user also said that it is one.
         option: what the user wrote it after, for messages.
+
+    Raises:
+        ValueError: ``text`` is neither, or contradicts ``standalone``.
     """
     least, _, most = text.partition(":")
     if not least.isdecimal() or not (most or least).isdecimal() or not 0 < int(least) <= int(most or least):

@@ -1,4 +1,4 @@
-"""Ask the ranks of a run on this machine for their Python stacks: another process than their launcher may, too."""
+"""Ask the ranks of a run on this machine for their Python stacks, from any process of the same user."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stacks_of(run: Run, rank: int | None) -> Iterator[tuple[int, str]]:
 
 def _ask(folder: Path, rank: int, pid: int, *, world_size: int) -> str:
     try:
-        process = os.pidfd_open(pid)  # of which nothing else can take the place
+        process = os.pidfd_open(pid)  # unlike a process id, it never comes to mean another process
     except ProcessLookupError:
         return f"process {pid} has ended"
     try:

@@ -43,7 +43,10 @@ class Tracer:
         self._began = time.time()
 
     def look(self) -> list[str]:
-        """Begin to write once all ranks of this machine are through; return what there is to say. For once a second."""
+        """Begin to write once all ranks of this machine are through, and return what there is to say.
+
+        To be called once a second.
+        """
         if self._thread is None:
             if all(is_over(self._home, rank) for rank in self._round.local_ranks):
                 self._begin()
@@ -125,7 +128,7 @@ class Tracer:
             self._said.append(f"the trace can't be written: {error}")
 
     def _path(self, node: int | None) -> Path:
-        # (The same on all machines. Of those that nobody has asked for the last start's remains.)
+        # The name is the same on all machines. Of traces that nobody asked for, only the last start's is kept.
         again = f"-restart{self._round.number}" if self._round.number and self._on_demand else ""
         of = f"-node{node}" if node is not None and len(self._round.ranks) > 1 else ""
         return self._folder() / f"trace{again}{of}.json.gz"

@@ -1,4 +1,4 @@
-"""What goes over a connection to another host: frames from there, which say what they carry and how long they are."""
+"""The data that another host sends over a connection: frames, each with its kind and its size."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ class Frames:
 
 
 def greet(port: int) -> None:
-    """Say over standard output that lockstep is here, with a ``port`` that nobody uses on this host."""
+    """Say over standard output that lockstep is here, with a ``port`` that is free on this host."""
     os.write(1, b"\n" + _HERE + json.dumps(asdict(Greeting(__version__, port))).encode() + b"\n")

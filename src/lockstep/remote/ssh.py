@@ -1,4 +1,4 @@
-"""Reach a host by the system's ssh client, which knows how, and as whom: its configuration, its agent."""
+"""Reach a host by the system's ssh client, whose configuration and agent say how, and as which user."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _BOOT = 'import sys; sys.path[:] = filter(None, sys.path); from lockstep.cli imp
 #: The Python that starts lockstep on the hosts: each has one at the same path as this process.
 PYTHON = sys.executable
 _OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
-#: No name begins with a dash, which would be an option for ssh.
+#: No name begins with a dash, which ssh would take for an option.
 _WORD = r"[^\s@,:\[\]-][^\s@,:\[\]]*"
 _HOST = re.compile(rf"(?:(?P<user>{_WORD})@)?(?P<name>{_WORD}|\[[\w.%]*:[\w.%:]*\])(?::(?P<ranks>\d+))?")
 
@@ -93,7 +93,7 @@ def by_ssh(host: Host, line: str) -> list[str]:
 
 
 def passed_on(env: Mapping[str, str] = os.environ, *, terminal: bool) -> dict[str, str]:
-    """Return the variables that the hosts' launchers get from here: what concerns lockstep and Python's search path.
+    """Return the variables that the hosts' launchers get from here: those of lockstep, and Python's search path.
 
     Args:
         env: this process's environment.
@@ -108,8 +108,8 @@ def meeting_place(hosts: Sequence[Host], addresses: Sequence[str], port: int) ->
 
     Args:
         hosts: all of them.
-        addresses: what the ssh client takes their names for.
-        port: a free one there.
+        addresses: their addresses, by the ssh client's configuration.
+        port: a port that is free on the first host.
 
     Raises:
         LaunchError: the other hosts can't reach it under that name.
@@ -125,10 +125,10 @@ def meeting_place(hosts: Sequence[Host], addresses: Sequence[str], port: int) ->
 
 
 def address_of(host: Host) -> str:
-    """Return what the ssh client takes a host's name for; it knows aliases.
+    """Return a host's address by the ssh client's configuration, which knows aliases.
 
     Raises:
-        LaunchError: it does not know, or there is none.
+        LaunchError: there is no ssh client, or it does not know the host.
     """
     try:
         done = subprocess.run(
@@ -154,11 +154,11 @@ def _last_words(text: str) -> str:
 
 
 class Connection:
-    """A process that is the way to a host, and what came from there.
+    """A connection to a host: the process that holds it, and what came from there.
 
     Args:
         host: which one.
-        command: the ssh client; or the program itself, for this host.
+        command: the command line of the ssh client; or of the program itself, for this host.
     """
 
     def __init__(self, host: Host, command: Sequence[str]) -> None:
@@ -189,14 +189,14 @@ class Connection:
         self.words = ""
 
     def send(self, data: bytes) -> None:
-        """Write to the host; if it is gone, reading says so."""
+        """Write to the host; if it is gone, :meth:`read` finds that out."""
         assert self.process.stdin is not None
         if self.open:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 self.process.stdin.write(data)
 
     def keep_in_touch(self, now: float) -> None:
-        """Let the host know that somebody is here, if it has answered and it is time to."""
+        """Give the host a sign of life, if it has answered and one is due."""
         if self.frames.greeting is not None and now - self._told > BEAT:
             self._told = now
             self.send(b"\n")
@@ -207,7 +207,7 @@ class Connection:
         return [fd for fd in (self.output, self.error) if self.open and fd >= 0]
 
     def read(self, fd: int, now: float) -> list[tuple[FrameKind, bytes]]:
-        """Take what is there at one of its descriptors."""
+        """Read once from one of its descriptors, and return the frames that are now complete."""
         try:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:
@@ -245,7 +245,7 @@ def _fileno(stream: Any) -> int:
 
 
 def leave(connections: Sequence[Connection]) -> None:
-    """Let the hosts know that this is the end, and give the clients time to leave."""
+    """Close the input of all connections, which ends them, and give the ssh clients time to leave."""
     for connection in connections:
         if connection.process.stdin is not None:
             connection.process.stdin.close()

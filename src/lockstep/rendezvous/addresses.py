@@ -1,4 +1,4 @@
-"""This machine's addresses, and which of them other machines know."""
+"""Find this machine's addresses, and which of them other machines know."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def is_only_here(host: str, port: int) -> bool:
 
 
 def own_address(endpoint: tuple[str, int] | None) -> str:
-    """Return this machine's address on the way to the endpoint. Nothing is sent: the kernel only looks for the way."""
-    host, port = endpoint or ("192.0.2.1", 9)  # an address that is nobody's (RFC 5737): the default way
+    """Return this machine's address on the route to the endpoint. Nothing is sent: the kernel only looks it up."""
+    host, port = endpoint or ("192.0.2.1", 9)  # an address for documentation (RFC 5737): it takes the default route
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         try:

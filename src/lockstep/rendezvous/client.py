@@ -18,10 +18,10 @@ When all ranks of a machine have ended well it says so, and the last machine to 
 is lost with a machine that has said so: it may be silent, or gone, until the others have ended. The machine that serves
 the store leaves last.
 
-Between two rounds there are no ranks, and nobody to write a verdict to: a machine of the last round that is told to
-stop then writes down the job's result, and the others read the job's end there.
+Between two rounds there are no ranks, and no round that a verdict could end: a machine of the last round that is told
+to stop then writes down the job's result, and the others read the job's end there.
 
-Nothing here waits inside the store: a machine that waits looks, hears its launcher, and gives its sign of life.
+No machine waits inside the store: while it waits it looks there, hears its launcher, and gives signs of life.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _TICK = 0.1
 _CLOCKS = 4
 #: Seconds that an operation of a store may take. (A connection that is cut shows as silence long before.)
 _OPERATION = 30.0
-#: Seconds that the machine with the store waits for the others to leave where none can begin, as long as they give
+#: Seconds that the machine with the store waits for the others to leave where no job can begin, as long as they give
 #: signs of life.
 _DISMISSAL = 60.0
 #: The advice when the store is lost in the middle of a job.
@@ -112,7 +112,7 @@ def main(fd: int, options: dict[str, Any]) -> NoReturn:
     except _Refusal as error:
         channel.send(Refused(str(error), error.exit_code))
         client.say_gone()
-    except Exception as error:  # noqa: BLE001  (whatever it is, the launcher tells the user; nobody reads this process)
+    except Exception as error:  # noqa: BLE001  (whatever it is, the launcher tells the user; no one reads this process)
         # torch's stores have no type of their own for all that goes wrong in them.
         again = isinstance(error, (RuntimeError, ConnectionError)) and client.is_connected
         channel.send(Refused(_words(error, client.endpoint, cut_off=again), 1, again))
@@ -124,7 +124,7 @@ class _Left(Exception):
 
 
 class _Refusal(Exception):
-    """This machine can't take part: the text for the user, and what its launcher is to end with."""
+    """This machine can't take part: the text for the user, and the exit code for its launcher."""
 
     def __init__(self, text: str, exit_code: int = 1) -> None:
         super().__init__(text)
@@ -146,24 +146,26 @@ class _Client:
         self._serves = False
         #: The server of the round's store, if it is here; ranks of other machines may need it until the next round.
         self._server: Store | None = None
-        #: The number of the last round that this machine took part in; that round, and its maker, if this process
-        #: was there; whether it waits for the next one.
+        #: The number of the last round that this machine took part in; -1: none.
         self._last = -1
+        #: That round and the attempt that made it, if this process took part in it.
         self._round: Round | None = None
         self._attempt: RoundAttempt | None = None
         #: The monotonic time by which the attempt must succeed; the reason why the one before it failed.
         self._form_by, self._why_not = float("inf"), ""
+        #: True while this machine waits for the next round.
         self._meets = False
         self._verdict_key = ""
         #: This machine's count of signs of life; the time of the next one; the states of its ranks.
         self._count, self._next_beat = 0, 0.0
         self._ranks: list[list[Any]] = []
         self._signs = Signs(self._times.silent)
-        #: All cards that were read, by ticket, with whether their machine knows the key; tickets that were drawn, and
-        #: whose cards are still to be read; of which machines it has told its launcher.
+        #: Ticket -> the card, and True if its machine has proved that it knows the key.
         self._cards: dict[int, tuple[Card, bool]] = {}
+        #: Tickets that were drawn and whose cards are still to be read; the last ticket that was drawn.
         self._unread: set[int] = set()
         self._drawn = 0
+        #: Tickets of the misfits that the launcher was told of.
         self._named: set[int] = set()
         #: This machine's first ticket; the time since which too few machines fit, though enough have come.
         self._first = 0
@@ -227,7 +229,7 @@ class _Client:
         self._channel.send(message)
 
     def _look_on(self, text: str) -> None:
-        """Let the launcher know that this client still looks, and the user what for, if that is something new."""
+        """Tell the launcher that this client still looks, and the user what it looks for, if that is new."""
         now = time.monotonic()
         new = text if text != self._said else ""
         if new or now >= self._next_word:
@@ -300,7 +302,7 @@ class _Client:
 
     def _listen(self, names: Sequence[str]) -> list[list[Any]]:
         """Take other machines' signs of life. Return how their ranks are."""
-        # (A machine gives its first sign before it draws a ticket. To ask for one that was never given would wait.)
+        # (A machine gives its first sign before it draws a ticket. A get() of a sign that was never given would wait.)
         others = [name for name in names if name != self._name]
         if others and not self._shared.check([self._key(f"beat/{name}") for name in others]):
             others = [name for name in others if self._has(f"beat/{name}")]
@@ -375,8 +377,8 @@ class _Client:
         ]
 
     def _is_over(self, attempt: RoundAttempt, fate: dict[str, Any] | None) -> bool:
-        """Return whether an attempt that this machine does not wait for has failed, or its machines all have left what
-        it has become."""
+        """Return whether an attempt that this machine does not wait for has failed, or has become a round that all its
+        machines have left."""
         if fate is not None and "failed" in fate:
             return True
         missing = self._missing(attempt)
@@ -477,7 +479,7 @@ class _Client:
                 quiet = now - came < self._times.searching or len(fitting) >= mine.least
                 self._look_on(self._said if quiet else _are_here(fitting, mine))
             elif attempt is not None:
-                # A round goes on, as long as it takes: who waits for a place in it does not run out of time.
+                # A round may last for any time: a machine that waits for a place in it does not run out of time.
                 self._end_if_over(meet, attempt, fate)
                 self._keep_out_of(attempt, mine)
                 self._limit, came = now + self._options.join_timeout, now
@@ -503,7 +505,7 @@ class _Client:
             spent = tuple(ticket for ticket in self._spent(last, fate) if ticket in newest.values())
         attempt = RoundAttempt(
             count=1 if last is None else last.count + 1,
-            number=max(number, *(card.last + 1 for card in cards)),  # more where a store was lost with what it knew
+            number=max(number, *(card.last + 1 for card in cards)),  # the cards know more if a store was lost
             tickets=tuple(tickets),
             names=tuple(card.name for card in cards),
             spent=spent,
@@ -621,10 +623,10 @@ class _Client:
     # Where there will be none ------------------------------------------------------------------------------------
 
     def _end_if_over(self, meet: Meet, attempt: RoundAttempt | None, fate: dict[str, Any] | None) -> bool:
-        """End with the job's result, if it has one. True: there is one, and whose it is will show.
+        """End with the job's result, if it has one. Return True if there is one, and it is not clear yet whose it is.
 
-        A file may hold that of an earlier job, whose machines were killed as they left. It is nobody's once they all
-        have been silent for long enough; before, they may be about to remove the file.
+        A file may hold the result of an earlier job, whose machines were killed as they left. It counts no longer once
+        they all have been silent for long enough; before that, they may be about to remove the file.
         """
         if attempt is None or not self._has(result := f"{_newest(attempt, fate)}/result"):
             self._found_result = ""
@@ -680,7 +682,7 @@ class _Client:
         return [ticket for ticket in came if self._objection(mine, ticket)]
 
     def _consider(self, mine: Card, ticket: int, fitting: dict[int, Card], misfits: Sequence[int]) -> None:
-        """Name machines that do not fit, and end if for their sake there are too few; see Note [Membership]."""
+        """Name machines that do not fit, and end if too few are left because of them; see Note [Membership]."""
         for text in self._strangers(mine, misfits):
             self._look_on(text)
         if mine.last >= 0:
@@ -700,13 +702,13 @@ class _Client:
             self._dismiss(mine, misfits, told_by=ticket)
 
     def _strangers(self, mine: Card, misfits: Sequence[int]) -> list[str]:
-        """Say who does not fit, and was not named yet."""
+        """Return a sentence about each machine that does not fit and was not named yet."""
         new = [ticket for ticket in misfits if ticket not in self._named]
         self._named |= set(new)
         return [f"a machine was not let in: {self._objection(mine, ticket)}" for ticket in new]
 
     def _dismiss(self, mine: Card, misfits: Sequence[int], *, told_by: int | None = None) -> NoReturn:
-        """End because others do not fit. The machine with the store leaves after them, or they would look for it.
+        """End because others do not fit. The machine with the store leaves after them, since they would miss it.
 
         Args:
             mine: this machine's card.
@@ -747,8 +749,8 @@ class _Client:
                     who = ", ".join(round_.host(node) for node in lost)
                     text = f"{who} gave no sign of life for {self._times.silent:g} s"
                     self._write(self._verdict_key, Verdict(EndKind.LOST, round_.node_rank, text).to_json())
-            # What was counted up before is read up to a sign of life later; so what counts is what is heard after a
-            # while.
+            # A machine may be heard up to one interval after its sign of life. So only signs that are heard some time
+            # after the echo show that the others have outlived it.
             if echo is not None and self._signs.heard_since(others, echo[1] + self._times.echo):
                 self._write(self._verdict_key, echo[0].to_json())
             if self._has(self._verdict_key):
@@ -788,14 +790,14 @@ class _Client:
     def _part(self, base: Store, command: Leave) -> None:
         """Tell the other machines that this one leaves, and wait for them where they need it."""
         over = command.over and self._is_current()
-        if over:  # written before this machine counts as gone: who sees that it has gone finds the result
+        if over:  # written before this machine counts as gone: a machine that sees it gone finds the result
             base.set(self._key(f"{self._last}/result"), json.dumps([command.exit_code, command.why]))
         base.set(self._key(f"gone/{self._name}"), "")
         if over:
             kind, _, path = self._options.endpoint.partition(":")
             left = base.add(self._key(f"{self._last}/left"), 1)
             stays = self._serves or self._server is not None or (kind == "file" and self._meets)
-            # Only who waits for the others removes the file: one that looked into it later would make it anew.
+            # Only a machine that waits for the others removes the file: one that opened it later would make it anew.
             if stays and self._see_off(base, left) and kind == "file":
                 Path(path).unlink(missing_ok=True)
 
@@ -861,9 +863,9 @@ def _skew(clocks: list[float], round_: Round) -> str:
 def _words(error: Exception, endpoint: str, *, cut_off: bool) -> str:
     """Say why the machines could not meet."""
     what = str(error)
-    if isinstance(error, DistError):  # whose own words name addresses that it was never given
+    if isinstance(error, DistError):  # its own words name addresses that the store was never given
         what = "the connection to the launchers' store has ended"
-        if endpoint.startswith("file:"):  # there is none: it is the file that has changed
+        if endpoint.startswith("file:"):  # no connection is involved: the file has changed
             try:
                 what = check_file(endpoint.partition(":")[2]) or "the launchers' file did not answer"
             except ValueError as wrong:

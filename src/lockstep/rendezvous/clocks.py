@@ -1,9 +1,9 @@
-"""How far one machine's clock is ahead of another's, from what must have come before what. Pure.
+"""Work out how far one machine's clock is ahead of another's, from which event must have come first. Pure.
 
-Machines meet, all at once: each says that it is here, and waits until all are. So no machine is through before another
-one has said that it is here. By one meeting the clock there is ahead by no less than when it began there, less the end
-of the wait here, and by no more than the end of the wait there, less when it began here. Several meetings narrow that
-down, for in all but the first the machines come together. Nothing is assumed of how long messages take.
+Machines meet, all at once: each says that it is here, and waits until all are. So no machine's wait ends before every
+other one has said that it is here. By one meeting the clock there is ahead by at least the begin of the wait there less
+its end here, and by at most the end of the wait there less its begin here. Several meetings narrow that down, for in
+all but the first the machines come together. Nothing is assumed of how long messages take.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The way to the store that the machines meet at: its name, its port, and what is wrong with them, by evidence."""
+"""Reach the store at which the machines meet, or open it, and find out what is wrong with its name, port or file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ANOTHER = "another folder (--rdzv file:FOLDER) or another name (--rdzv-id) leav
 
 class Knock(threading.Thread):
     """One try to reach the store, or to open it. A name server or a program at the port may keep it waiting for long,
-    so it is a thread, which whoever waits for it can abandon.
+    so it is a thread, which its caller can abandon.
 
     Args:
         endpoint: as in :class:`~lockstep.rendezvous.messages.Options`.
@@ -60,7 +60,7 @@ class Knock(threading.Thread):
         """Try once."""
         try:
             self._try()
-        except Exception as error:  # noqa: BLE001  (handed to who waits for it, whatever it is)
+        except Exception as error:  # noqa: BLE001  (handed to the caller, whatever it is)
             self.error = error
 
     def _try(self) -> None:
@@ -117,8 +117,8 @@ class Knock(threading.Thread):
 
 
 def check_file(path: str) -> str:
-    """See whether a file is, or can become, what torch's ``FileStore`` writes, which looks for what is missing in
-    anything else until its time is over. An absent file is made (0600). Return why it is not known yet; empty: it is.
+    """Check that torch's ``FileStore`` can use a file: in one of another form it would look for the missing part until
+    its time is over. An absent file is made (0600). Return why this can't be told yet; empty: the file can be used.
 
     Raises:
         ValueError: the file can't be used; the message says why, and what to do.
@@ -134,7 +134,7 @@ def check_file(path: str) -> str:
         until = time.monotonic() + _LOCKED
         while True:
             try:
-                fcntl.flock(found, fcntl.LOCK_SH | fcntl.LOCK_NB)  # as the store does: no half of a value is read
+                fcntl.flock(found, fcntl.LOCK_SH | fcntl.LOCK_NB)  # as the store does, so that no half value is read
                 break
             except BlockingIOError:
                 if time.monotonic() > until:
@@ -152,7 +152,7 @@ def check_file(path: str) -> str:
 
 
 def _first_misfit(content: bytes) -> int | None:
-    """Return where the first record begins that is none; None: all are keys and values, each after its length."""
+    """Return the byte at which the first invalid record begins; None: all are keys and values after their lengths."""
     place = end = 0
     while end < len(content):
         place = end

@@ -1,4 +1,4 @@
-"""The launcher's side of the rendezvous: starts the client, hears of it, and notices when it is cut off."""
+"""The launcher's side of the rendezvous: start the client, hear of it, and notice when it is cut off."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from lockstep.rendezvous.messages import (
 
 
 class Rendezvous:
-    """The client process, as the launcher sees it. Where it dies or is cut off, :meth:`start` another one.
+    """The client process, as the launcher sees it. If it dies or is cut off, :meth:`start` another one.
 
     Args:
-        options: what it needs to know.
+        options: what the client needs to know.
     """
 
     def __init__(self, options: Options) -> None:
@@ -47,7 +47,7 @@ class Rendezvous:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a client, as far as is known."""
+        """Whether a client runs, as far as is known."""
         return self._channel is not None
 
     @property
@@ -65,30 +65,30 @@ class Rendezvous:
         return job, [os.open(os.devnull, os.O_RDWR) for _ in range(3)] + [theirs.detach()]
 
     def meet(self, meet: Meet) -> None:
-        """Have it take part in the next round; the answer is :class:`Met` or :class:`Refused`."""
+        """Have the client take part in the next round; the answer is :class:`Met` or :class:`Refused`."""
         self._deadline = time.monotonic() + knobs.times().stuck
         self._send(meet)
 
     def end(self, end: End) -> None:
-        """Have it write down why the round ends; the answer, also to what others have written, is :class:`Ended`."""
+        """Have the client write down why the round ends; :class:`Ended` answers, also if another machine was first."""
         self._send(end)
 
     def tell(self, looks: Looks) -> None:
-        """Have it tell the other machines how the ranks of this one are, with its next heartbeat."""
+        """Have the client tell the other machines how this one's ranks are, with its next sign of life."""
         self._send(looks)
 
     def excuse(self, seconds: float) -> None:
-        """Give it so many seconds more: the launcher itself stood still, and heard nothing."""
+        """Give the client so many seconds more: the launcher itself stood still, and heard nothing."""
         if self._deadline is not None:
             self._deadline += seconds
 
     def leave(self, leave: Leave) -> None:
-        """Have it leave; it is gone when it has done what it owes to the others."""
+        """Have the client leave; it is gone once it has done what the other machines need of it."""
         self._deadline = None
         self._send(leave)
 
     def receive(self) -> list[Event]:
-        """Return what it has said. Raises EOFError if it is gone."""
+        """Return what the client has said. Raises EOFError if it is gone."""
         assert self._channel is not None, "a client was started"
         events = [event for event, _ in self._channel.receive()]
         for event in events:

@@ -1,4 +1,4 @@
-"""Who takes part in a round: what machines say of themselves, which fit each other, and when there are enough. Pure.
+"""Decide who takes part in a round: what machines say of themselves, which fit, and when there are enough. Pure.
 
 Note [Membership]
 ~~~~~~~~~~~~~~~~~
@@ -52,12 +52,14 @@ class Card:
     history: dict[str, Any]
     #: True if it has the store at which all meet: a machine that does not fit this one can't take part.
     serves: bool
-    #: True if it has a key for the job; random digits with which the others prove theirs.
+    #: True if it has a key for the job; random digits about which the others prove that they know the key.
     keyed: bool
     challenge: str
-    #: The default backend that the user has chosen there; name in messages -> other values that should be the same.
+    #: The default backend that the user has chosen there; empty: none.
     backend: str
+    #: The version of lockstep there.
     lockstep: str
+    #: Name in messages -> another value that should be the same on all machines.
     others: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -128,8 +130,8 @@ def decode_card(written: str | bytes, *, key: str, ticket: int) -> tuple[Card, b
     """Return a card, and whether its machine knows the key.
 
     Another version of lockstep may say more or less on its card. It is read all the same, so that its machine can be
-    refused by name, and does not end the job of those that read it. What is no card at all is that of a machine without
-    a name, which does not know the key.
+    refused by name, and does not end the job of those that read it. Text that is no card counts as that of a machine
+    without a name, which does not know the key.
     """
     try:
         text, given = json.loads(written)
@@ -169,7 +171,7 @@ def _backend(card: Card) -> str:
 
 
 def differences(cards: Sequence[Card]) -> list[str]:
-    """Say what machines of a round bring that should be the same on all of them, a line for each such thing."""
+    """Return a line for each value that differs between the machines of a round and should be the same on all."""
     lines = []
     for what in cards[0].others:
         said: dict[str, list[str]] = {}
@@ -195,7 +197,7 @@ def enough(cards: Mapping[int, Card], *, since: float | None, now: float, last_c
         return []
     # Those of the last round keep their places before others that wait for one.
     chosen = sorted(cards, key=lambda ticket: (-cards[ticket].last, ticket))[: any_card.most]
-    # On one host the order is that of the starts, whoever came back first. (Process ids begin anew at some point.)
+    # On one host the order is that of the clients' starts, whichever came back first. (Process ids are used again.)
     return sorted(chosen, key=lambda ticket: (cards[ticket].address, cards[ticket].started, ticket))
 
 

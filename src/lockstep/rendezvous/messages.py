@@ -1,4 +1,4 @@
-"""What a launcher and its rendezvous client tell each other, and what the machines of a round tell each other."""
+"""The messages between a launcher and its rendezvous client, and what the machines of a round tell each other."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Verdict:
     node: int
     #: The message for the user; complete for FAILED, with the traceback.
     text: str = ""
-    #: FAILED: True if all ranks start again; then the message about that.
+    #: FAILED: True if all ranks start again; the message about that; the exit code of the first rank to fail.
     again: bool = True
     what_now: str = ""
     exit_code: int = 1
@@ -137,7 +137,7 @@ class Options:
     ranks: int
     #: Seconds to wait for ``min_nodes`` machines.
     join_timeout: float
-    #: This machine's address for the others; None: that of the route to the endpoint.
+    #: This machine's address for the others; None: its address on the route to the endpoint.
     local_addr: str | None = None
     #: The job's key, as hexadecimal digits; empty: none.
     key: str = ""
@@ -151,7 +151,7 @@ class Options:
 class Meet:
     """Take part in the next round."""
 
-    #: The number of the last round that this machine took part in (-1: none); then its knowledge of the job.
+    #: The number of the last round that this machine took part in (-1: none); the job's identity and its history.
     last: int = -1
     job: str = ""
     history: dict[str, Any] = field(default_factory=dict)
@@ -163,7 +163,7 @@ class Meet:
 
 @dataclass(frozen=True)
 class End:
-    """Write down why the round ends, unless somebody was first; or, if DONE, that this machine's ranks have ended."""
+    """Write down why the round ends, unless another machine was first; if DONE, that these ranks have ended."""
 
     verdict: dict[str, Any]
 

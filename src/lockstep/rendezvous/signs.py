@@ -1,4 +1,4 @@
-"""Which machines give signs of life, by counters that change: clocks need not agree."""
+"""Tell which machines give signs of life, by counters that change: clocks need not agree."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Signs:
         self._heard.setdefault(name, (-1, now, False))
 
     def hear(self, name: str, count: int, now: float) -> None:
-        """Note a machine's counter as it is now. What was counted before this machine listened is no sign of life."""
+        """Note a machine's counter as it is now. Its first value is no sign of life: it may be an old one."""
         known = self._heard.get(name)
         if known is None or (known[0] == -1 and not known[2]):
             self._heard[name] = count, now, False
@@ -30,7 +30,7 @@ class Signs:
             self._heard[name] = count, now, True
 
     def pause(self, seconds: float) -> None:
-        """Leave out a time in which this machine itself stood still, and could hear no other."""
+        """Leave out a time in which this machine itself stood still, and could hear no other machine."""
         self._heard = {name: (count, at + seconds, lives) for name, (count, at, lives) in self._heard.items()}
 
     def lives(self, name: str, now: float) -> bool:

@@ -1,1 +1,1 @@
-"""Read what Slurm, MPI and Kubernetes say of a process's place, and write what starts a job there. Pure."""
+"""Read what Slurm, MPI and Kubernetes say of a process's place, and write scripts and manifests for jobs. Pure."""

@@ -13,8 +13,8 @@ Any other failure ends the whole Job (``backoffLimit: 0``), since a single new p
 of their steps. A JobSet then makes all pods anew, up to ``maxRestarts`` times; a Job of its own stays failed.
 
 Launchers that find each other (``--rdzv``) restart their ranks by themselves, and let a new pod take the place of one
-that was killed (137), up to ``backoffLimit`` times. What ends a pod with another code is the job's own end, told on
-all pods: then nothing is made anew.
+that was killed (137), up to ``backoffLimit`` times. A pod that ends with another code has the job's own exit code, as
+all pods have: then no pod is made anew.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PORT, _MEETING_PORT = 29500, 29400
 _RESTARTS = 10
 #: The exit code of a container that was killed, for lack of memory for example.
 _KILLED = 137
-#: Seconds that a pod has after --grace: the last ranks are killed and reported.
+#: Seconds that a pod has after --grace, in which the last ranks are killed and reported.
 _MARGIN = 30
 #: The container's name, which TrainJobs and JobSets of Kubeflow's runtimes require.
 _CONTAINER = "node"
@@ -98,8 +98,8 @@ class JobManifest:
     env: tuple[str, ...] = ()
     #: The limit on restarts of all ranks after a failure; None: ten.
     max_restarts: int | None = None
-    #: The launchers' rendezvous: ``service``, at the first pod, or ``file:FOLDER`` on a volume. None: they do
-    #: not, and what restarts is the pods.
+    #: Where the launchers find each other: ``service``, at the first pod, or ``file:FOLDER`` on a volume. None: they
+    #: don't, and pods are restarted rather than ranks.
     rdzv: str | None = None
 
     def __post_init__(self) -> None:
@@ -163,9 +163,9 @@ class JobManifest:
         if self.rdzv is not None:
             first = f"{self._host(0)}.{self.name}" if self.rdzv == "service" else self.rdzv
             place = ["--nnodes", str(self.start.machines), "--rdzv", first, "--max-restarts", str(self._restarts)]
-        elif self.controller is not Controller.TRAINJOB:  # which says it by PET_NNODES and PET_MASTER_ADDR
+        elif self.controller is not Controller.TRAINJOB:  # a TrainJob sets PET_NNODES and PET_MASTER_ADDR instead
             place = ["--nnodes", str(self.start.machines), "--master-addr", f"{self._host(0)}.{self.name}"]
-        # What ranks print is gone with the pod, but for what kubectl logs shows.
+        # What ranks print is lost with the pod, except for what kubectl logs shows.
         return ["lockstep", "run", *self.start.options(), *place, "--all-output", *self.start.target()]
 
     @property
@@ -180,7 +180,7 @@ class JobManifest:
         return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 
     def _service(self) -> Yaml:
-        # Names of pods are published before the pods are ready, since they meet by these names to become so.
+        # Names of pods are published before the pods are ready, since these meet by their names to become ready.
         selector = {"batch.kubernetes.io/job-name": self.name}
         return self._object(
             "v1", "Service", {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
@@ -248,7 +248,7 @@ class JobManifest:
         mounts: list[Yaml] = [{"name": "shm", "mountPath": "/dev/shm"}]
         mounts += [{"name": f"volume-{n}", "mountPath": volume.path} for n, volume in enumerate(self.volumes)]
         described: dict[str, Yaml] = {"name": _CONTAINER, "image": self.image}
-        if self.controller is not Controller.TRAINJOB:  # there the TrainJob has these
+        if self.controller is not Controller.TRAINJOB:  # a TrainJob has these outside of its runtime
             described["command"] = [_unexpanded(word) for word in self.command()]
             described |= {"env": self._env()} if self.env else {}
             port = _PORT if self.rdzv is None else _MEETING_PORT
@@ -307,7 +307,7 @@ def _scalar(node: Yaml) -> str:
         return str(node)
     if not isinstance(node, str):
         return "{}" if isinstance(node, Mapping) else "[]"
-    # Two letters and no more signs than these: no number, no date, and but for some words nothing else.
+    # Words of two letters and more, joined by these signs alone, are no numbers or dates; all but _WORDS are strings.
     if re.fullmatch(r"[A-Za-z][A-Za-z]+(?:[./-][A-Za-z0-9]+)*", node) and node.lower() not in _WORDS:
         return node
     return f'"{"".join(_escaped(character) for character in node)}"'

@@ -1,7 +1,7 @@
-"""A batch script for Slurm: it starts a launcher on each machine, is told before its time is over, and goes on later.
+"""A batch script for Slurm: it starts a launcher on each machine, is told before its time is over, and resumes later.
 
-Slurm's manual pages of sbatch and srun say what the options do. Where a site's slurm.conf decides (WaitTime,
-KillOnBadExit, JobRequeue, how files are opened), the script does.
+Slurm's manual pages of sbatch and srun say what the options do. What a site's slurm.conf would otherwise decide
+(WaitTime, KillOnBadExit, JobRequeue, how files are opened), the script sets itself.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from lockstep.schedulers.start import SAVED, StartCommand
 
-#: Seconds between the end of --grace and that of the job: the last ranks are killed and reported, the job is queued.
+#: Seconds between the end of --grace and that of the job, to kill and report the last ranks and queue the job again.
 _MARGIN = 30
 #: Seconds by which Slurm may send a signal too early.
 _EARLY = 60
-#: The longest time before its limit at which Slurm tells a job (sbatch's manual page).
+#: The most seconds before its limit at which Slurm sends a job a signal (sbatch's manual page).
 _MOST = 65535
 #: Options that the script needs as they are; they can't be given as --sbatch.
 _OWN = frozenset(
@@ -28,7 +28,7 @@ _OWN |= {"partition", "account"}
 
 
 class Requeue(enum.Enum):
-    """Who queues the job again when it has saved and left."""
+    """What queues the job again when it has saved and left."""
 
     #: The script requeues, by ``scontrol requeue`` at its end.
     SCRIPT = "script"
@@ -186,7 +186,7 @@ def seconds(time: str) -> int:
 
 
 def default_grace(time: str) -> float:
-    """Return the seconds to finish a step and save in that suit a time limit: four minutes, or a quarter of it.
+    """Return a ``--grace`` that suits a time limit, in seconds: four minutes, or a quarter of the limit if less.
 
     Raises:
         ValueError: as for :func:`seconds`.

@@ -1,10 +1,10 @@
-"""Slurm: what srun tells the tasks of a step.
+"""Read what Slurm's srun tells the tasks of a step.
 
 A batch script and a shell of salloc have ``SLURM_PROCID`` and ``SLURM_NTASKS`` as well, but they are no tasks of a step
 that srun started: those have ``SLURM_STEP_ID`` and the step's own variables. Only these count, since the job's say how
-large the allocation is, and a step may be smaller. Slurm says neither an address nor a port. All tasks work out the
-same ones: the first host of the step, and a port drawn from the numbers of job, step and restart, so that a requeued
-job never meets what is left of the one before.
+large the allocation is, and a step may be smaller. Slurm gives neither an address nor a port. All tasks work out the
+same ones: the first host of the step, and a port computed from the numbers of job, step and restart, so that a requeued
+job never meets ranks that are left of the start before.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SlurmTask:
 
     @property
     def address(self) -> str:
-        """Where the tasks meet: the step's first host."""
+        """The address at which the tasks meet: the step's first host."""
         return self.hosts[0] if len(self.hosts) > 1 else "127.0.0.1"
 
     @property

@@ -1,4 +1,4 @@
-"""What a scheduler starts on each machine: one launcher, ``lockstep run``, with its ranks and the program."""
+"""The command that a scheduler starts on each machine: one launcher, ``lockstep run``, with ranks and program."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StartCommand:
             raise ValueError(f"--grace {self.grace:g}: the ranks need some seconds to finish a step and save")
 
     def options(self) -> list[str]:
-        """Return what stands after ``lockstep run``, without options of the scheduler's own."""
+        """Return the options of ``lockstep run`` that do not depend on the scheduler."""
         return ["-n", str(self.ranks), "--grace", f"{self.grace:g}"]
 
     def target(self) -> list[str]:

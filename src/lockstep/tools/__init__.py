@@ -1,1 +1,1 @@
-"""Programs that look at runs and machines: leaves, which nobody but the command line imports."""
+"""Programs that look at runs and machines. The command line alone imports them, and none imports another."""

@@ -1,14 +1,14 @@
-"""Two runs side by side: what changed, and whether it is more than chance. Pure.
+"""Compare two runs: what changed, and whether it is more than chance. Pure.
 
 Note [The noise of a run]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 What a step takes, its phases and the samples a second are those of the run's summary: sums, which add up. But a run
 that saved once more than the other one takes longer a step, and no step takes longer. So whether two runs differ is
 decided by medians. A run's series has, for each interval between two rows, the seconds that a step took on average; of
-these the median is taken. How surely it is known says its notch: 1.57 times the distance of the quartiles, divided by
-the square root of the number of intervals (McGill, Tukey and Larsen, Variations of box plots, 1978). Where the notches
-of two runs do not overlap, their medians differ, at about 95 %. Intervals of one run resemble each other more than
-those of two (another machine, other work beside it), which no single run can tell: repeat what matters.
+these the median is taken. Its notch says how well it is known: 1.57 times the interquartile range, divided by the
+square root of the number of intervals (McGill, Tukey and Larsen, Variations of box plots, 1978). Where the notches of
+two runs do not overlap, their medians differ, at about 95 %. Intervals of one run resemble each other more than those
+of two (another machine, other work beside it), which no single run can tell: repeat what matters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lockstep.runs.history import Run, UnknownRun
 from lockstep.runs.series import Series
 from lockstep.text import as_duration, as_size, in_columns
 
-#: Intervals at the beginning that warm up, and how many there must be beyond them.
+#: Intervals at the beginning that are left out as warm-up, and the fewest that must follow them.
 _WARM, _FEWEST = 2, 4
 #: Fields of a run's environment that are shown if two runs differ in them.
 _ENVIRONMENT = ("torch", "python", "processor", "cores", "gpus")
@@ -35,20 +35,20 @@ _ENVIRONMENT = ("torch", "python", "processor", "cores", "gpus")
 class Pace:
     """A run's steps. Times are in seconds."""
 
-    #: A step, as the run's summary says it: the time by the steps in it.
+    #: A step by the run's summary: the time divided by the steps in it.
     step: float
-    #: The median over intervals of a step's time, and what it may be off by. See Note [The noise of a run].
+    #: The median over intervals of a step's time, and its notch. See Note [The noise of a run].
     median: float
     notch: float
     samples_per_second: float | None
     #: Phase -> its seconds in a step, in the mean over ranks; their sum is the step.
     phases: dict[str, float]
-    #: The most of a rank, in bytes; 0: not known.
+    #: The peak memory of any rank, in bytes; 0: not known.
     memory: float
 
     @classmethod
     def of(cls, run: Run) -> Pace:
-        """Work it out.
+        """Work out the pace of a run.
 
         Raises:
             UnknownRun: there are too few steps.
@@ -83,12 +83,12 @@ class Comparison:
 
     @property
     def change(self) -> float:
-        """By which part the median step of the second takes longer; negative: less long."""
+        """The fraction by which the median step of B is longer than that of A; negative: shorter."""
         return self.after.median / self.before.median - 1
 
     @property
     def differs(self) -> bool:
-        """Whether that is more than chance, as far as these two runs can tell."""
+        """Whether the median steps differ by more than chance, as far as these two runs can tell."""
         return abs(self.after.median - self.before.median) > self.before.notch + self.after.notch
 
     def is_slower_by(self, percent: float) -> bool:
@@ -96,7 +96,7 @@ class Comparison:
         return self.differs and self.change * 100 > percent
 
     def describe(self) -> str:
-        """Describe it in a table and a sentence."""
+        """Return the comparison in words: a table and a sentence."""
         before, after = self.before, self.after
         rows = [["", "A", "B", "change"]]
         rows += [[name, str(one), str(other), ""] for name, one, other in self._facts() if one != other]

@@ -1,6 +1,6 @@
-"""What a run's record tells of it: how it ended, where its time went, what failed, what to try next. Pure.
+"""Explain a run by its record: how it ended, where its time went, what failed, what to try next. Pure.
 
-What the record does not tell is listed as well, so that nobody takes silence for an answer.
+What the record does not tell is listed as well, so that nobody takes its silence for an answer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Explanation:
 
     @classmethod
     def of(cls, run: Run) -> Explanation:
-        """Gather what a record tells; damaged files make it less, and are no error."""
+        """Gather what a record tells. Damaged files are no error: what they would tell is missing."""
         seconds: float | None = None
         steps: int | None = None
         summary, troubles = None, []
@@ -53,7 +53,7 @@ class Explanation:
             seconds, steps = run.seconds, run.steps
             found = reckoning.summary_of(run)
             if found is not None:
-                _verdict(found)  # of a damaged one nothing is told
+                _verdict(found)  # raises if the summary is damaged
             summary = found
         except (UnknownRun, AttributeError, KeyError, TypeError, ValueError) as error:
             troubles.append(f"steps and times: {named(error)}")
@@ -61,7 +61,7 @@ class Explanation:
 
     @property
     def failures(self) -> list[dict[str, Any]]:
-        """The ranks that failed first, one for each start that ended by it, in order."""
+        """The ranks that failed first, one for each start that ended by a failure, in order."""
         return [_failure(event) for event in self.run.about["events"] if event.get("kind") in ("failed", "lost")]
 
     @property
@@ -203,7 +203,7 @@ class Explanation:
         }
 
     def describe(self) -> str:
-        """Describe it in some lines."""
+        """Return the explanation in words, some lines."""
         run, told = self.run, (self.run.about.get("end") or {}).get("text")
         took = "" if self.seconds is None else f", {as_clock(self.seconds)}"
         steps = "" if self.steps is None else f", {counted(self.steps, 'step')}"

@@ -3,7 +3,7 @@
 The process group checks what torch's callers pass, makes fingerprints, and issues each collective in its turn
 (group.py); then it calls the verbs of its engine. These know nothing of torch's API: they take *flat* tensors,
 one-dimensional and contiguous (tensors.py makes them), of one dtype in a call, and a :class:`Reduction` where elements
-are combined. An engine owes its group the same as the others:
+are combined. Every engine owes its group the same:
 
 - the ranks' fingerprints are compared before a collective ends; a difference is a CollectiveMismatch on all ranks;
 - no verb waits longer than the limit that :meth:`Engine.begin` was given for a rank that does not come: that is a
@@ -43,7 +43,7 @@ class SharedPart:
     offset: int
     #: The other ranks' memory in order of rank (1-d, the dtype that was asked for), and None for this rank's own.
     others: tuple[torch.Tensor | None, ...]
-    #: This rank's own memory.
+    #: This rank's own memory, which the tensors on it keep alive.
     memory: weakref.ref[Any]
 
     def views(self, mine: torch.Tensor) -> list[torch.Tensor]:
@@ -52,7 +52,7 @@ class SharedPart:
 
 
 class Engine(ABC):
-    """What one rank knows of its group, and the verbs. Used by one thread at a time, but for messages and ends."""
+    """What one rank knows of its group, and the verbs. Used by one thread at a time, except for messages and ends."""
 
     #: torch's name for the backend.
     backend = ""
@@ -83,7 +83,7 @@ class Engine(ABC):
 
     @abstractmethod
     def known(self) -> LockstepError | None:
-        """Return the error that has ended the group, if any rank has reported one. Cheap: asked at every call."""
+        """Return the error that has ended the group, if any rank has reported one. It must be cheap: each call asks."""
 
     @abstractmethod
     def end(self, error: LockstepError) -> LockstepError:
@@ -212,14 +212,14 @@ class Engine(ABC):
     # --- made of the verbs -----------------------------------------------------------------------------------------
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """**Collective.** A few whole numbers of every rank, by rank: to be known before uneven data can move."""
+        """**Collective.** Return a few whole numbers of every rank, by rank, which uneven data needs to be moved."""
         mine = torch.tensor(list(numbers), dtype=torch.int64)
         outputs = [torch.empty_like(mine) for _ in range(self.size)]
         self.gather(outputs, mine)
         return [output.tolist() for output in outputs]
 
     def agreed_sizes(self, outputs: Tensors, inputs: Tensors) -> list[list[int]]:
-        """**Collective.** Elements that rank s sends to rank r, as ``sizes[s][r]``, for :meth:`all_to_all`.
+        """**Collective.** Return how many elements rank s sends to rank r, as ``sizes[s][r]``, for :meth:`all_to_all`.
 
         Raises:
             CollectiveMismatch: some rank sends another size than its receiver expects; on every rank.

@@ -6,7 +6,7 @@ import json
 
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
 
-#: The classes as which errors are told: the first that matches.
+#: The classes as which errors are told to other ranks: for each error the first that matches.
 KINDS: tuple[type[LockstepError], ...] = (CollectiveMismatch, CollectiveTimeout, PeerLost, LockstepError)
 
 

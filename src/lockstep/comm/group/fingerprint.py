@@ -1,4 +1,4 @@
-"""What a rank says about the collective it is in, so that the others can compare before any data moves."""
+"""Say which collective a rank is in, so that the others can compare before any data moves."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def take(
     frame = user_frame_and_depth(sys._getframe(1))[0]
     if frame is None:
         where: tuple[str, str, int, int] | None = None
-    else:  # (a code object's hash takes a microsecond, that of its names nothing, and to find a line takes another)
+    else:  # (hashing a code object would take a microsecond, and finding the line another; hashing names takes none)
         code = frame.f_code
         where = code.co_filename, code.co_name, code.co_firstlineno, frame.f_lasti
     facts = (operation, dtype, numel, reduce_op, root, detail, label, where)

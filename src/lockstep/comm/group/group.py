@@ -14,11 +14,11 @@ from lockstep.errors import LockstepError
 #: The work of a collective with the engine, once its turn has come.
 Move = Callable[[Engine], None]
 
-#: Seconds that what was issued has to complete where the group is destroyed because of an error. (By itself it would
-#: wait as long as for any late rank, and nobody would hear of the error meanwhile.)
+#: Seconds for what was issued to complete where the group is destroyed because of an error. (Otherwise it would wait
+#: as long as for any late rank, and the error would not be shown meanwhile.)
 _FAILING = 5.0
 
-#: This process, kept so that asking costs nothing.
+#: The id of this process, kept because ``os.getpid()`` would be a system call in each collective.
 _process = os.getpid()
 
 
@@ -99,7 +99,11 @@ class Group:
         return True
 
     def check(self, name: str) -> None:
-        """Refuse to begin ``name`` where it can't work."""
+        """Refuse to begin the operation ``name`` where the group can't be used.
+
+        Raises:
+            LockstepError: the group has failed, was destroyed, or belongs to the process this was forked from.
+        """
         if self._process != _process:
             raise LockstepError(
                 f"{name}: this process ({_process}) was forked from rank {self.engine.rank} (process {self._process}), "
@@ -119,7 +123,7 @@ class Group:
             move(engine)
         except LockstepError:
             raise
-        except BaseException as error:  # whatever it was, the others must not wait for this rank
+        except BaseException as error:  # whatever it is, the others must not wait for this rank
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             engine.end(LockstepError(f"rank {engine.rank} failed inside {name}: {what}"))
             raise

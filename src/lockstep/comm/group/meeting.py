@@ -1,4 +1,4 @@
-"""How the ranks of a new group meet, through the rendezvous store: where each process is, and what each says."""
+"""Let the ranks of a new group meet, through the rendezvous store: where each process is, and what each says."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class Whereabouts:
 
     @classmethod
     def mine(cls) -> Whereabouts:
+        """Return where this process is."""
         pid = os.getpid()
         return cls(pid, _proc.started(pid) or 0, _proc.boot_id(), os.stat("/proc/self/ns/pid").st_ino)
 
@@ -57,6 +58,7 @@ def say_and_hear(store: Store, key: str, word: Any, rank: int, size: int, timeou
 
 
 def hear(store: Store, key: str, word: Any, rank: int, size: int, limit: float) -> list[Any]:
+    """**Collective.** Do as :func:`say_and_hear`, until the time ``limit`` on the monotonic clock."""
     store.set(f"{key}/rank/{rank}", json.dumps(word))
     return [
         json.loads(get(store, f"{key}/rank/{peer}", limit, f"rank {rank}: rank {peer} did not come"))
@@ -65,9 +67,18 @@ def hear(store: Store, key: str, word: Any, rank: int, size: int, limit: float) 
 
 
 def get(store: Store, key: str, limit: float, missing: str) -> bytes:
-    """Return the value of ``key``, when it is there.
+    """Return the value of ``key``, once it is there.
 
-    It asks and sleeps: a wait in torch's store has a limit that may be any, and prints a warning when it ends.
+    It polls: a wait in torch's store has the store's own limit, whatever that is, and prints a warning when it ends.
+
+    Args:
+        store: where the ranks meet.
+        key: the key.
+        limit: the time to give up, in seconds on the monotonic clock.
+        missing: says who did not come, for the error.
+
+    Raises:
+        RendezvousError: the key was not there in time, or the store has failed.
     """
     begun, pause = time.monotonic(), _PAUSES[0]
     try:

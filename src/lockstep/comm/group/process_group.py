@@ -1,4 +1,4 @@
-"""torch's interface to a process group, translated into the verbs of an engine: the backend ``"shm"`` and its sisters.
+"""torch's interface to a process group, in the verbs of an engine: backends "shm", "hierarchical" and "mpi4py".
 
 torch calls a Python process group in two ways: ``torch.distributed`` calls these methods directly; C++ (DDP's reducer,
 functional collectives) calls them through torch's PyProcessGroup, by the same names.
@@ -62,7 +62,7 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
     def getBackendName(self) -> str:
         return self._shm_group.engine.backend
 
-    # torch keeps a group's name in its C++ backends; this group has none of these, so it keeps its own. C++ calls the
+    # torch keeps a group's name in its C++ backends; this group has none, so it keeps the name itself. C++ calls the
     # first four methods, Python reads the properties.
 
     def getGroupName(self) -> str:
@@ -508,11 +508,11 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
         """**Collective.** Issue a collective with the time limit of ``opts``, or the group's.
 
         Args:
-            inputs: what the profiler is to show the sizes of.
+            inputs: the tensors whose sizes the profiler is to show.
         """
         group = self._shm_group
         timeout = opts.timeout.total_seconds()
-        if timeout <= 0:  # as torch says that none was given
+        if timeout <= 0:  # torch's way to say that none was given
             timeout = group.timeout
         if _profiler_enabled():
             with _recorded(name, inputs):
@@ -535,7 +535,7 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
         return list_
 
     def _split(self, name: str, whole: torch.Tensor, piece: torch.Tensor) -> Tensors:
-        """The ranks' pieces, as views, of the larger tensor of all_gather_single and reduce_scatter_single."""
+        """Return the ranks' pieces, as views, of the larger tensor of all_gather_single or reduce_scatter_single."""
         size = self._shm_size
         if whole.numel() != piece.numel() * size:
             raise RuntimeError(
@@ -556,7 +556,7 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
 
 
 def _recorded(name: str, inputs: Tensors) -> AbstractContextManager[None]:
-    """A context that the profiler shows as ``shm:name``, with the sizes of ``inputs``, while it records."""
+    """Return a context that the profiler shows as ``shm:name``, with the sizes of ``inputs``, while it records."""
     return _torch.recorded(f"shm:{name}", inputs) if _profiler_enabled() else nullcontext()
 
 
@@ -571,7 +571,7 @@ def _barrier(engine: Engine) -> None:
 
 
 def _sync_if_none(engine: Engine, list_: Sequence[object]) -> None:
-    """A coalesced collective of no tensors still compares fingerprints."""
+    """Compare fingerprints also in a coalesced collective of no tensors."""
     if not list_:
         engine.barrier()
 
@@ -581,7 +581,7 @@ def _sizes(list_: Tensors) -> tuple[Any, ...]:
 
 
 def _counts(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """Elements for each rank: ``splits`` count rows of ``tensor`` (its first dimension); no splits mean equal ones."""
+    """Return each rank's number of elements: ``splits`` counts rows (dimension 0) of ``tensor``; empty: equal parts."""
     rows = tensor.shape[0] if tensor.dim() else 0
     if not splits:
         if rows % size:
@@ -596,12 +596,12 @@ def _counts(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]
 
 
 def _op(opts: Any) -> tuple[int, float]:
-    """The reduce op as torch numbers it, and the factor of PREMUL_SUM (1 for all else)."""
+    """Return the reduce op as torch numbers it, and the factor of PREMUL_SUM (1 for all else)."""
     op = opts.reduceOp
     kind = hash(op)  # its number, at a third of the cost of int(op.op)
     return kind, float(op.__getstate__()[1]) if kind == _PREMUL_SUM else 1.0
 
 
 def _as(flat: torch.Tensor, how: Reduction) -> torch.Tensor:
-    """``flat`` as the dtype that the reduction's operator takes (of the same size)."""
+    """Return ``flat`` viewed as the dtype that the reduction's operator takes (of the same size)."""
     return flat if flat.dtype is how.dtype else flat.view(how.dtype)

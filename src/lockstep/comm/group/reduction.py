@@ -1,12 +1,13 @@
-"""Reduce ops on stages: which torch operator stands for which op and dtype.
+"""Reduce ops as torch operators: which operator combines which op and dtype.
 
 Note [Reduction order]
 ~~~~~~~~~~~~~~~~~~~~~~
 Elements are combined in order of rank: ((x0 op x1) op x2) op … Each element of the result is computed by one rank and
 copied to all, or computed by every rank with the same operator over the same elements; so all ranks end with the same
 bits, and the same inputs give the same bits again, whatever the timing. An average is the sum divided by the number of
-ranks; one of integers is rounded toward zero, as NCCL does it: libraries that know gloo by name average their counters
-over any other backend. Half and bfloat16 round after every step, as torch's own operators do.
+ranks; one of integers is rounded toward zero, as NCCL does: gloo has no averages, and libraries that treat gloo apart
+by name average their counters over every other backend. Half and bfloat16 round after every step, as torch's own
+operators do.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _NUMBERS: dict[int, Callable[..., Any]] = {
     _BOR: torch.bitwise_or,
     _BXOR: torch.bitwise_xor,
 }
-#: Truth values: a sum is "any", a product is "all".
+#: The operators for bool: a sum is "any", a product is "all".
 _TRUTHS: dict[int, Callable[..., Any]] = {
     _SUM: torch.logical_or,
     _PRODUCT: torch.logical_and,
@@ -42,7 +43,8 @@ _TRUTHS: dict[int, Callable[..., Any]] = {
     _BOR: torch.logical_or,
     _BXOR: torch.logical_xor,
 }
-#: torch computes little on these; a sum, a product and bits are the same on the signed type of their size.
+#: Dtypes for which torch has few operators -> the signed dtype of their size, whose sums, products and bitwise
+#: operations give the same bits.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
@@ -65,7 +67,7 @@ class Reduction:
 
     @property
     def exact(self) -> bool:
-        """Whether one element's result is the same bits in whatever loop it is computed (Note [Reduction order])."""
+        """Whether an element's result has the same bits in whichever loop it is computed (Note [Reduction order])."""
         if self.combine not in (torch.add, torch.mul):
             return False
         # torch has a loop over vectors and one over the elements left at its end, which depends on the number of
@@ -94,7 +96,7 @@ class Reduction:
             self.divide(out)
 
     def divide(self, total: torch.Tensor) -> None:
-        """Make the average of a sum, in place."""
+        """Turn a sum into the average, in place."""
         total.div_(self.divisor, rounding_mode="trunc" if self.truncates else None)
 
 

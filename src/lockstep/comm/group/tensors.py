@@ -1,4 +1,4 @@
-"""Between the tensors that callers pass and the flat ones that collectives move.
+"""Turn the tensors that callers pass into the flat ones that collectives move, and back.
 
 ``source`` and ``target`` give the same memory where possible. Where that can't be, ``target`` gives a copy, and
 ``restore`` brings it back into the caller's tensor afterwards.
@@ -28,7 +28,7 @@ def source(tensor: torch.Tensor) -> torch.Tensor:
 
 def target(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements as a 1-d contiguous tensor, to be read and written; :func:`restore` must follow."""
-    if tensor.is_inference():  # may be written in inference mode only
+    if tensor.is_inference():  # it may be written in inference mode only
         return source(tensor).clone()
     return source(tensor)
 

@@ -1,8 +1,8 @@
-"""Work: a collective that was issued, to be waited for; and the order in which works run, that of their issue.
+"""Work: a collective that was issued, to be waited for. Works run in the order in which they were issued.
 
 A collective that its caller waits for runs on the caller's own thread if nothing is before it: no hand-over to another
-thread, which would cost more than a small all-reduce. Everything else goes through a queue that one thread per group
-works off; it is started when first needed. Groups share nothing, so one that waits can't hold up another.
+thread, which would cost more than a small all-reduce. Everything else goes through a queue, which a thread of the group
+serves; it is started when first needed. Groups share nothing, so one that waits can't hold up another.
 
 Note [Callbacks]
 ~~~~~~~~~~~~~~~~
@@ -10,9 +10,9 @@ The callbacks of a future may issue collectives of the same group, and wait for 
 that added them issues others. When the callbacks run depends on the timing of each rank, so the order of issue
 would differ from rank to rank. Therefore what a callback issues comes right after the work that the callback follows,
 before everything else that was issued since: the group's thread keeps its turn while it runs the callbacks of a work,
-and what they issue, on that thread, runs then and there. Nobody who issues a collective waits for that. It takes a
-callback that is added before the next collective is issued; one added later runs when it comes, on every rank at
-another time.
+and what they issue, on that thread, runs then and there. Nobody who issues a collective waits for that. All this holds
+for a callback that is added before the next collective is issued; one added later runs when it is added, at another
+time on every rank.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _lock = threading.Lock()
 class ShmWork(dist.Work):
     """One issued operation. It runs once, on whichever thread; any thread may wait for it.
 
-    Names of ours begin with ``shm_``: torch gives its class more names from version to version.
+    Our names begin with ``shm_``: torch gives its class more names from version to version.
     """
 
     _shm_error: BaseException | None = None
@@ -86,7 +86,7 @@ class ShmWork(dist.Work):
             self._shm_done.set()
 
     def shm_fulfil(self) -> None:
-        """Complete the future, if anybody asked for one; its callbacks run here."""
+        """Complete the future, if one was asked for; its callbacks run here."""
         with _lock:
             future, self._shm_owed = self._shm_future if self._shm_owed else None, False
         if future is None:
@@ -120,7 +120,7 @@ class ShmWork(dist.Work):
         return True
 
     def _shm_sleep(self, seconds: float | None) -> bool:
-        """Wait for it; False if that took too long."""
+        """Wait until the work is complete; return False if that took longer than ``seconds``."""
         assert self._shm_done is not None  # (for the type checker)
         with flight.waiting(self.shm_name):
             return self._shm_done.wait(seconds)
@@ -143,7 +143,7 @@ class ShmWork(dist.Work):
     def source_rank(self) -> int:
         return self._shm_source
 
-    def _source_rank(self) -> int:  # the name torch.distributed.recv asks for
+    def _source_rank(self) -> int:  # torch.distributed.recv calls it by this name
         return self._shm_source
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -160,7 +160,7 @@ class ShmWork(dist.Work):
 
 
 class Turns:
-    """Who may use a group's rounds: one at a time, in order of issue."""
+    """Decides who may use a group's engine: one collective at a time, in order of issue."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -231,7 +231,7 @@ class Turns:
             del work
 
     def _wait(self) -> bool:
-        """Wait for a work; False if the group is closed and there is none."""
+        """Wait for a work; return False if the group is closed and no work is left."""
         with self._condition:
             self._condition.wait_for(lambda: self.queue or self._closing)
             return bool(self.queue)

@@ -1,4 +1,4 @@
-"""Between hosts: bytes from rank to rank by gloo, and what hosts tell each other when something is wrong.
+"""Move bytes between ranks of different hosts by gloo, and tell other hosts when something is wrong.
 
 Note [Waiting for another host]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -10,9 +10,9 @@ the other hosts say. So a thread of the group, the *watch*, looks for it, a few 
 - Has it ended on another host? The rank that ends a group writes why under a key of the store, and what stands there
   first counts for all hosts: so each rank of the job raises the same error, which names the rank that is to blame.
 - Has the wait's limit come? Which rank is late only its own host knows, whose other ranks may have been there for less
-  time than this one, and wait patiently. The watch asks, by another key; who waits at the begin of a collective for a
-  rank of its own host, and finds the question, ends the group and names that rank. If nobody answers within a second,
-  the other host as a whole is late, and the error says that.
+  time than this one, and have time left. So the watch asks, by another key. A rank that waits at the begin of a
+  collective for a rank of its own host, and finds the question, ends the group and names that rank. If none does within
+  a second, the other host as a whole is late, and the error says that.
 
 Only the watch asks the store, never a thread that the program waits for: a store whose host is cut off answers when the
 kernel gives up, a quarter of an hour later. Then gloo's own limit ends the wait, a few seconds after this one's.
@@ -55,19 +55,19 @@ _TELLING = 2.0
 _LATER = 5.0
 #: Bytes that go with a greeting: a tensor that is no larger needs no message of its own.
 EAGER = 4096
-#: Tags: of greetings; of all else between the ranks, counted; and one that is never sent.
+#: Tags: of greetings; of all other bytes between ranks, which are counted; and one under which nothing is ever sent.
 _GREETING = 1
 _COUNTED, _COUNTS = 1 << 29, 1 << 28
 _NEVER = (1 << 30) - 1
-#: The number of tags of messages, which begin at this number.
+#: The first of the tags for messages, and the number of them.
 MAIL = 1 << 28
-#: gloo's limit while there is none.
+#: gloo's limit for a wait that has none of its own.
 _ANY = timedelta(days=1)
 
 
 @dataclass
 class Wait:
-    """A wait of some thread for ranks of other hosts."""
+    """One thread's wait for ranks of other hosts."""
 
     #: The ranks of the group that it waits for.
     ranks: Sequence[int]
@@ -79,7 +79,7 @@ class Wait:
 
 
 class _Failed:
-    """What gloo refused to begin, since a connection is broken: who waits for it gets the error."""
+    """A transfer that gloo refused to begin, since a connection is broken: waiting for it raises the error."""
 
     def __init__(self, error: Exception) -> None:
         self._error = RuntimeError(str(error))
@@ -89,7 +89,7 @@ class _Failed:
 
 
 class _Closed:
-    """In place of gloo, when the connections are closed."""
+    """Takes gloo's place once the connections are closed."""
 
     def send(self, *_: Any) -> None:
         raise RuntimeError("the connections are closed")
@@ -98,7 +98,7 @@ class _Closed:
 
 
 class Between:
-    """What one rank sends to ranks of other hosts, and receives from them."""
+    """Sends bytes to ranks of other hosts, and receives theirs, for one rank."""
 
     def __init__(self, store: Store, hosts: Hosts, *, timeout: float) -> None:
         """**Collective.** Connect every rank with every other.
@@ -111,8 +111,8 @@ class Between:
         self._hosts = hosts
         self._store = store
         size = sum(map(len, hosts.members))
-        # Straight from the store: new_group(use_local_synchronization=True) names a group by how many this process has,
-        # and ranks that have other numbers of them never meet.
+        # Made from the store: new_group(use_local_synchronization=True) names a group by how many this process has, and
+        # ranks that have different numbers of groups never meet.
         self._gloo: Any = ProcessGroupGloo(PrefixStore("gloo", store), hosts.rank, size, timedelta(seconds=timeout))
         self._sent = [0] * size
         self._received = [0] * size
@@ -235,7 +235,7 @@ class Between:
             self.wait_as(Wait(ranks, describe(header), limit), works)
 
     def wait_as(self, wait: Wait, works: Sequence[Any]) -> None:
-        """As :meth:`wait`, for a wait that others may look at."""
+        """Do as :meth:`wait`, for a wait whose limit another thread may set."""
         key = id(wait)
         self._waits[key] = wait
         self._stay_awake()
@@ -252,7 +252,7 @@ class Between:
             self._health.check()
 
     def _why(self, error: RuntimeError, wait: Wait) -> LockstepError:
-        """What to raise for gloo's ``error``: what a host has said, if one does so soon, else in gloo's words."""
+        """Return the error to raise for gloo's: what a host has said, if one says it soon, else gloo's own words."""
         health = self._health
         assert health is not None  # set when the engine was made
         if self._closed:
@@ -293,7 +293,7 @@ class Between:
     # --- what hosts tell each other --------------------------------------------------------------------------------
 
     def tell(self, error: LockstepError) -> None:
-        """Tell the other hosts what has ended the group; the first to do so is believed."""
+        """Tell the other hosts what has ended the group; the first error that a host tells counts for all."""
         telling = threading.Thread(target=self._write, args=("ended", dumps(error)), name="lockstep-tells", daemon=True)
         telling.start()
         telling.join(_TELLING)
@@ -322,7 +322,7 @@ class Between:
         self._wake.set()
 
     def _watch(self) -> None:
-        """The watch; see Note [Waiting for another host]."""
+        """Run the watch; see Note [Waiting for another host]."""
         flight.in_background()
         while not self._closed:
             self._wake.wait()
@@ -367,7 +367,7 @@ class Between:
                 health.end(self._late(wait))
 
     def _break(self) -> None:
-        """End every wait in gloo, here and at the other ends: that is what gloo does when a wait takes too long."""
+        """End every wait in gloo, here and at the other ends: gloo does so when any of its waits takes too long."""
         self._broken = True
         if not self._hosts.other_leaders:
             return

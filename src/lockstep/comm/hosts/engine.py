@@ -45,7 +45,7 @@ from lockstep.errors import LockstepError
 
 #: The most chunks on their way between hosts at a time.
 _WINDOW = 8
-#: Seconds that the ranks of a host wait longer for their leader than it waits for other hosts.
+#: Seconds by which a host's ranks wait longer for their leader than the leader waits for other hosts.
 _LATER = 15.0
 
 
@@ -161,7 +161,7 @@ class HostsEngine(Engine):
             how.divide(flat)
 
     def _exchange_greetings(self, flat: torch.Tensor, how: Reduction) -> None:
-        """**Leaders.** Combine what fits into a greeting."""
+        """**Leaders.** Combine, over the hosts, a tensor that fits into a greeting."""
         mine = flat.view(torch.uint8)
         theirs = self.greetings(mine)
         inputs = [
@@ -343,7 +343,7 @@ class HostsEngine(Engine):
         self._local.allow(self._limit + _LATER)
 
     def _share(self, flat: torch.Tensor, place: int) -> None:
-        """Give the ranks of this host what one of them has."""
+        """Give the ranks of this host the elements that one of them, at ``place`` there, has."""
         self._local.broadcast(flat, root=place)
 
     def _scatter_here(self, flat: torch.Tensor, ours: torch.Tensor) -> None:
@@ -398,7 +398,7 @@ class _InChunks:
         self._whole = len(self._hosts.members) == 2 and how.exact
 
     def run(self) -> None:
-        """Move all chunks: combined here, sent, and (two trips) combined there and sent back, and shared out."""
+        """Move all chunks: combine each here, send it, (two trips) combine parts and return them, and share it out."""
         engine, leads = self._engine, self._hosts.leads
         window = _WINDOW
         count = len(self._chunks)
@@ -421,7 +421,7 @@ class _InChunks:
                 engine._share(chunk.elements, 0)
 
     def _part(self, chunk: _Chunk, leader: int) -> torch.Tensor:
-        """The part of a chunk that ``leader`` combines."""
+        """Return the part of a chunk that ``leader`` combines."""
         first, end = part(chunk.elements.numel(), self._hosts.leaders.index(leader), len(self._hosts.leaders))
         return chunk.elements[first:end]
 
@@ -438,7 +438,7 @@ class _InChunks:
                 chunk.sends.append(between.send(piece.view(torch.uint8), leader))
 
     def _combine(self, chunk: _Chunk) -> None:
-        """Wait for what the other hosts have of it, and combine it in order of host."""
+        """Wait for the other hosts' elements of a chunk, and combine them in order of host."""
         self._wait(chunk)
         mine = chunk.elements if self._whole else self._part(chunk, self._hosts.rank)
         if mine.numel():

@@ -1,4 +1,4 @@
-"""Which ranks of a group share a host."""
+"""Tell which ranks of a group share a host."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Hosts:
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The first rank of each host: it speaks for the host."""
+        """The first rank of each host, which exchanges data with the other hosts."""
         return tuple(ranks[0] for ranks in self.members)
 
     @property
@@ -64,6 +64,6 @@ class Hosts:
 
 
 def my_host() -> str:
-    """Return what ranks that share this one's host, and its launcher, have in common with it, and with no others."""
+    """Return a label that is equal on the ranks that share this one's host and launcher, and on no others."""
     where = Whereabouts.mine()
     return f"{Identity.from_environment().node_rank} {where.boot_id} {where.pid_namespace}"

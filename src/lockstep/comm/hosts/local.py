@@ -1,4 +1,4 @@
-"""The ranks of one host, as a part of a group that spans several."""
+"""The ranks of one host, as a part of a group that spans several hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.errors import LockstepError
 
 
 class LocalHealth(Health):
-    """The health of a host's ranks; what ends them is told to the other hosts, and theirs is heard."""
+    """The health of one host's ranks. It tells the other hosts what ends the group, and hears it from them."""
 
     def __init__(self, between: Between, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -43,8 +43,8 @@ class LocalEngine(MemoryEngine):
 
         Args:
             store: where the ranks of the host meet.
-            between: how they reach the other hosts.
-            numbers: of these ranks in the whole group.
+            between: connects them to the other hosts.
+            numbers: these ranks' numbers in the whole group.
             options: as for :class:`MemoryEngine`.
         """
         self._between = between

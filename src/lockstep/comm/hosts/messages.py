@@ -1,8 +1,8 @@
 """Send and receive between any two ranks of a group, over what moves bytes by numbers: gloo between hosts, or MPI.
 
-A message goes with an envelope in front, which says its size, its dtype and where it was sent, so that one that does
+An envelope goes before each message. It says the message's size, its dtype and where it was sent, so that one that does
 not fit is an error on both ranks before anything is written. Envelopes of a sender and tag come in the order in which
-they were sent; what they announce has a number of its own, since receives are completed by threads, in any order.
+they were sent; the content has a number of its own, since receives are completed by threads, in any order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.comm.hosts.between import MAIL, Wait
 from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.job import flight
 
-#: Bytes, dtype, the number of the content; then where it was sent from, as text.
+#: Bytes of the content, code of its dtype, its number; then the line that sent it, as text.
 _ENVELOPE = struct.Struct("<qqq")
 _BYTES = 256
 #: Numbers for callers' tags; those of the contents follow.
@@ -35,7 +35,7 @@ _TAGS = MAIL // 2
 
 
 class Transport(Protocol):
-    """What moves the bytes."""
+    """Moves the bytes of messages."""
 
     def message(self, content: torch.Tensor, number: int, *, to: int | None = None, source: int | None = None) -> Any:
         """Begin to send bytes to a rank, or to receive them from ``source`` or (neither) any rank."""
@@ -52,14 +52,14 @@ class RemoteMessage(ShmWork):
         super().__init__(name, [tensor], self._shm_move)
         self.shm_place = place()
         self._shm_limit = limit
-        #: Without a limit until a thread waits: the message may come much later.
+        #: The wait for it, which has no limit until a thread waits: the message may come much later.
         self.shm_wait = Wait([], f"{name} at {self.shm_place}", None)
 
     def _shm_move(self) -> None:
         raise NotImplementedError
 
     def shm_begin(self) -> None:
-        """Let a thread complete it."""
+        """Start the thread that completes it."""
         threading.Thread(target=self._shm_complete, name="lockstep-message", daemon=True).start()
 
     def _shm_complete(self) -> None:
@@ -157,7 +157,7 @@ class Messages:
     def close(self, timeout: float) -> None:
         """Complete the sends in flight; each has ``timeout`` seconds."""
         for work in self._sends:
-            with contextlib.suppress(LockstepError):  # who waits for it gets the error
+            with contextlib.suppress(LockstepError):  # a thread that waits for it gets the error
                 work.wait(timedelta(seconds=timeout))
 
 

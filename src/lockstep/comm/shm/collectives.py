@@ -1,4 +1,4 @@
-"""The engine's verbs: how each moves through rounds (Note [Rounds] in rounds.py).
+"""The verbs of engines whose ranks share memory: how each moves through rounds (Note [Rounds] in rounds.py).
 
 They work on *flat* tensors, one-dimensional and contiguous (tensors.py makes them), in chunks of what fits into one
 stage, and know nothing of torch's API. Each must call ``sync()`` at least once, also for no elements: the first round
@@ -38,8 +38,8 @@ from lockstep.comm.shm.semaphore import copy
 
 #: Tensor classes without behaviour of their own.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-#: Bytes of a piece of memory that lies in all ranks: the result is copied to the other ranks while it is in the
-#: first-level or second-level cache.
+#: Bytes of a piece of shared memory that is combined at a time: small enough for the result to be copied to the other
+#: ranks while it is in the first-level or second-level cache.
 _PIECE = 128 * 1024
 
 
@@ -67,7 +67,7 @@ class SharedSum:
         ]
 
     def __call__(self, _: object = None) -> None:
-        """Combine what is there now."""
+        """**Collective.** Combine the memory's present elements."""
         rounds, how, look = self._rounds, self._how, self._look
         rounds.sync()
         for start, pieces in self._pieces:
@@ -86,7 +86,7 @@ class SharedSum:
 
 
 class VerbsInRounds(Engine):
-    """What an engine does whose ranks share memory."""
+    """The verbs of an engine whose ranks share memory."""
 
     _rounds: Rounds
 
@@ -109,9 +109,9 @@ class VerbsInRounds(Engine):
     def all_reduce_tensor(self, tensor: torch.Tensor, how: Reduction, part: SharedPart | None) -> None:
         """See :class:`Engine`. Nothing is copied for a part of shared memory.
 
-        Of a small tensor there is one stage, and little enough that combining costs less than a second round: each rank
-        stages its elements; one round; each combines all ranks' stages for itself. At such sizes most of the time goes
-        into calls of torch's, so there is one only, for the sum; elements are copied as bytes.
+        A small tensor fits into one stage, and combining it costs less than a second round: each rank stages its
+        elements, and after one round combines all ranks' stages for itself. At such sizes most of the time goes into
+        calls of torch, so only the sum is one; elements are copied as bytes.
         """
         if part is not None:
             SharedSum(self._rounds, _views(tensor, how, part), how)()
@@ -128,11 +128,10 @@ class VerbsInRounds(Engine):
         copy(address, small.result_address, small.nbytes)
 
     def _each_for_itself(self, flat: torch.Tensor, how: Reduction) -> None:
-        """Two ranks, sums and products: one round per chunk.
+        """Combine sums and products of two ranks, in one round per chunk: each rank combines everything.
 
-        To combine one's own part only would save half a read, and cost a copy and more rounds. IEEE sums and products
-        are the same bits in whatever loop they are computed; a minimum of zeros of either sign is not, so that goes by
-        parts.
+        To combine only a part would save half a read, and cost a copy and more rounds. IEEE sums and products have the
+        same bits in whichever loop they are computed; a minimum of zeros of either sign has not, so it goes by parts.
         """
         rounds = self._rounds
         step = rounds.capacity(how.dtype)
@@ -144,10 +143,10 @@ class VerbsInRounds(Engine):
             how.over(stages, chunk)
 
     def _by_parts(self, flat: torch.Tensor, how: Reduction) -> None:
-        """Of each chunk every rank combines the part that it owns, into rank 0's stage; the next round hands it over.
+        """Combine by parts: each rank its own part of a chunk, into rank 0's stage; the next round hands it over.
 
-        So one round per chunk, and one more. Chunk k is copied out in the round that brings chunk k + 1 in (Note
-        [Rounds] says why the stages allow it).
+        That takes one round per chunk, and one more. Chunk k is copied out in the round that brings chunk k + 1 in
+        (Note [Rounds] says why the stages allow it).
         """
         rounds = self._rounds
         dtype = how.dtype
@@ -246,7 +245,7 @@ class VerbsInRounds(Engine):
         root: int | None = None,  # noqa: ARG002
         longest: int | None = None,
     ) -> None:
-        """See :class:`Engine`. Who receives is told by ``outputs``: what every rank stages, any may read."""
+        """See :class:`Engine`. A rank with ``outputs`` receives: any rank may read what every rank stages."""
         rounds = self._rounds
         step = rounds.capacity(flat.dtype)
         for start in range(0, max(1, flat.numel() if longest is None else longest), step):

@@ -3,8 +3,8 @@
 The first rank that finds an error writes it down for the group, and every rank raises the same. Whether the other
 ranks' processes live is asked only by a rank that has waited for a while.
 
-Where a rank was last seen is a hint for messages: what is read there was handed over by nothing and may be from a
-moment ago, or torn. No decision rests on it.
+Where a rank was last seen is a hint for messages: no semaphore has handed over what is read there, so it may be old or
+torn. No decision rests on it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LINES = 24
 
 
 class Health:
-    """What one rank knows of its group's. See Note [Memory ordering] for how an error's text is handed over."""
+    """The health of a group, as one rank sees it. Note [Memory ordering] says how an error's text is handed over."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Health:
     # --- the error that ends the group -----------------------------------------------------------------------------
 
     def known(self) -> LockstepError | None:
-        """Return the group's error, if any rank has reported one. A few hundred nanoseconds."""
+        """Return the group's error, if any rank has reported one. Takes a few hundred nanoseconds."""
         if self._known is None and semaphore.trywait(self._mine) == 0:
             self._known = self._read()
         return self._known
@@ -171,7 +171,7 @@ class Health:
         return which_ranks([self._numbers[rank] for rank in ranks])
 
     def asked(self) -> bool:
-        """Return whether a rank outside this host waits for one that did not come here, and has no more time."""
+        """Return whether a rank of another host, whose time is up, asks which rank of this host did not come."""
         return False
 
     # --- where ranks were last seen --------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Health:
         return "\n".join([*lines[:_LINES], *more])
 
     def _line(self, rank: int) -> str:
-        """The rank's newest header, and the last message it waited for."""
+        """Return a line with the rank's newest header, and the last message it waited for."""
         pid = self._where[rank].pid if rank in self._where else os.getpid()
         headers = [self._text(self._layout.header(rank, buffer)) for buffer in range(BUFFERS)]
         newest = max(headers, key=lambda header: int.from_bytes(header[:8], "little"))
@@ -202,7 +202,7 @@ class Health:
 
 
 def _numbering(members: Sequence[int]) -> str:
-    """What a group of some ranks adds to its errors; nothing where its numbers are the world's."""
+    """Return the line that a group of some ranks adds to its errors; empty where its numbers are the world's."""
     if list(members) == list(range(len(members))):
         return ""
     shown = listed([*map(str, members)], most=_LINES)  # in the order of the group
@@ -214,7 +214,7 @@ def _numbering(members: Sequence[int]) -> str:
 
 @dataclass
 class _Watch:
-    """A process others ask about: a descriptor that becomes readable when it ends, or None where there is none."""
+    """A process that is watched: a descriptor that becomes readable when it ends, or None where it has none."""
 
     descriptor: int | None
     users: int = field(default=1)
@@ -226,7 +226,7 @@ _lock = threading.Lock()
 
 
 def _forget_after_fork() -> None:
-    """A forked child has copies of the descriptors and no business with them."""
+    """Close a forked child's copies of the descriptors, which it has no use for."""
     global _lock
     _lock = threading.Lock()
     for watch in _watches.values():
@@ -269,7 +269,7 @@ def _ended(where: Whereabouts) -> bool:
 
 
 def _open(where: Whereabouts) -> int | None:
-    """A pidfd of the process; None if there can't be one (an old kernel, no descriptor left) or it is gone."""
+    """Return a pidfd of the process; None if none can be had (an old kernel, no descriptor left) or it is gone."""
     try:
         descriptor = os.pidfd_open(where.pid)
     except (OSError, AttributeError):
@@ -281,7 +281,7 @@ def _open(where: Whereabouts) -> int | None:
 
 
 def _gone(where: Whereabouts) -> bool:
-    """Ask without a descriptor that is held. A process that has none left only asks whether the number exists."""
+    """Return whether the process has ended, without a pidfd; if no descriptor is left, by whether its id is in use."""
     try:
         return _proc.started(where.pid) != where.started
     except OSError:

@@ -30,7 +30,9 @@ PAGE = 4096
 SEMAPHORE = 64
 #: Stages per rank. See Note [Rounds] in rounds.py for why three.
 BUFFERS = 3
+#: Bytes of the text of the error that has ended the group.
 FAILURE_TEXT = 8192
+#: Fragments that the box of an ordered pair of ranks holds, and bytes before each one's content.
 MAIL_SLOTS = 2
 MAIL_HEADER = 256
 
@@ -128,7 +130,7 @@ class Layout:
         return self.stage(self.world_size, 0)
 
     def box(self, source: int, destination: int, slot: int) -> int:
-        """Return where a fragment lies: its header, then its payload."""
+        """Return the offset of a fragment: its header, then its payload."""
         pair = source * self.world_size + destination
         return self._boxes + (MAIL_HEADER + _page(self.chunk)) * (pair * MAIL_SLOTS + slot)
 

@@ -84,7 +84,7 @@ class MemoryEngine(VerbsInRounds):
 
     @property
     def header(self) -> bytes:
-        """What this rank says of the collective under way (fingerprint.py)."""
+        """This rank's fingerprint of the collective under way (comm/group/fingerprint.py)."""
         return self._rounds.header
 
     @property
@@ -112,7 +112,7 @@ class MemoryEngine(VerbsInRounds):
         return self._mail().receive(tensor, source=source, tag=tag, timeout=timeout)
 
     def _mail(self) -> Messages:
-        """Its messages, made when first used."""
+        """Return the group's messages, which are made when first used."""
         if self._messages is None:
             with self._making:  # several threads may send their first message at once, and two would count apart
                 if self._messages is None:

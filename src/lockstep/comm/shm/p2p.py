@@ -40,7 +40,7 @@ from lockstep.job import flight
 _GRACE = 2e-3
 #: Polls of the wake-up before a waiting rank sleeps.
 _POLLS = 100
-#: Tag, bytes of the message, code of its dtype; then where it was sent from, as text.
+#: Tag, bytes of the message, code of its dtype; then the line that sent it, as text.
 _HEADER = struct.Struct("<qqq")
 _PLACE = MAIL_HEADER - _HEADER.size
 
@@ -117,9 +117,9 @@ class MessageWork(ShmWork):
         self._shm_messages = messages
         #: The line of the program that issued it.
         self.shm_place = place()
-        #: Seconds that a thread may wait for the message ...
+        #: Seconds that a thread may wait for the message.
         self.shm_limit = timeout
-        #: ... and when they have passed: a receive that nobody waits for yet may be for a message to come much later.
+        #: The time at which they are over; None: no thread waits yet, as for a message that may come much later.
         self.shm_deadline: float | None = None
 
     def __str__(self) -> str:
@@ -147,7 +147,7 @@ class MessageWork(ShmWork):
         self._shm_messages.completed(self)
 
     def shm_ready(self) -> bool:
-        """As is_completed, without doing any work."""
+        """Return what is_completed does, without moving any fragment."""
         return super().is_completed()
 
     def shm_arrived_from(self, rank: int) -> None:
@@ -206,7 +206,7 @@ class Arrival:
 
 
 class Matching:
-    """Which message belongs to which receive, and the fragments of both on their way. No thread, no waiting."""
+    """Matches messages to receives, and moves the fragments of both. It has no thread, and never waits."""
 
     def __init__(self, segment: Segment, layout: Layout, *, rank: int, health: Health) -> None:
         everyone = range(layout.world_size)
@@ -226,11 +226,11 @@ class Matching:
         self._over = False
 
     def send(self, sending: Sending) -> None:
-        """Send it when what was sent to that rank before is sent."""
+        """Queue a send behind the earlier ones to the same rank."""
         self._sends[sending.destination].append(sending)
 
     def receive(self, receiving: Receiving) -> None:
-        """Give it the first message that fits: one that is here already, or the next to come."""
+        """Give a receive the first message that fits: one that is here already, or the next to come."""
         for arrival in self._arrivals:
             if arrival.receiving is None and receiving.fits(arrival.source, arrival.envelope.tag):
                 arrival.receiving = receiving
@@ -252,7 +252,7 @@ class Matching:
                 yield arrival.receiving, arrival.source
 
     def pending(self) -> list[MessageWork]:
-        """Return what is not complete."""
+        """Return the works of all sends and receives that are not complete."""
         return [each.work for each in self.sends()] + [each.work for each, _ in self.receives()]
 
     def fail(self, error: LockstepError) -> None:
@@ -279,7 +279,7 @@ class Matching:
                 inbox.give_back()
 
     def _push(self, outbox: Box, sending: Sending) -> bool:
-        """Hand over fragments while there are slots; True when the whole message is."""
+        """Hand over fragments while slots are free; return True once the whole message is handed over."""
         while not sending.begun or sending.sent < sending.envelope.size:
             sent = outbox.put(sending.envelope, sending.content, sending.sent)
             if sent is None:
@@ -300,7 +300,7 @@ class Matching:
             self._settle(arrival)
 
     def _begin(self, source: int, envelope: Envelope) -> Arrival:
-        """Find the receive that a message is for, the one posted first; else keep it for one to come."""
+        """Find the receive that a message is for, the first one issued that fits; else keep it for one to come."""
         receiving = next((each for each in self._open if each.fits(source, envelope.tag)), None)
         if receiving is not None:
             self._open.remove(receiving)
@@ -429,7 +429,7 @@ class Messages:
         self._condition.notify_all()
 
     def _loop(self) -> None:
-        """The group's thread: works while something is in flight and nobody waits for it."""
+        """Run the group's thread: it moves fragments while something is in flight and no other thread waits for it."""
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._closing or self._matching.pending())
@@ -467,7 +467,7 @@ class Messages:
             self._flush()
 
     def _step(self, work: MessageWork | None) -> bool:
-        """Move what can be moved; False if the thread that drives has something else to do now."""
+        """Move what can be moved; return False if the thread that drives has something else to do now."""
         with self._condition:
             self._move()
             if self._finished or (work is not None and work.shm_ready()):
@@ -496,7 +496,7 @@ class Messages:
     # --- can what is in flight still complete? ---------------------------------------------------------------------
 
     def _look(self, now: float) -> None:
-        """A slice has passed: end what can't complete any more."""
+        """End what can't complete any more. Called once in a slice."""
         with self._condition:
             if self._matching.pending():
                 error = self._health.known() or self._lost() or self._late(now)

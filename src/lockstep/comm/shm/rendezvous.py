@@ -1,4 +1,4 @@
-"""How the ranks of a new group find its memory, through the rendezvous store."""
+"""Let the ranks of a new group find its memory, through the rendezvous store."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _take_offer(
     store: Store, meeting: str, rank: int, size: int, limit: float
 ) -> tuple[Segment, Layout, list[Whereabouts]]:
     text = get(store, f"{meeting}/offer", limit, f"rank {rank}: rank 0 did not come")
-    if text == b"none":  # it will say why
+    if text == b"none":  # rank 0's refusal says why, in what all tell each other
         _tell(store, meeting, rank, size, limit, None, None)
     offer = Offer.loads(text)
     opened, refusal = _attempt(lambda: (Segment.open(offer), Whereabouts.mine()))
@@ -82,7 +82,7 @@ def _take_offer(
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return what ``action`` does, or what went wrong in it, to be told to the others, which would wait for it."""
+    """Return what ``action`` returns, or what went wrong in it, which the waiting ranks are told."""
     try:
         return action(), None
     except LockstepError as error:
@@ -99,7 +99,7 @@ def _prepare(segment: Segment, layout: Layout) -> None:
 def _tell(
     store: Store, meeting: str, rank: int, size: int, limit: float, where: Whereabouts | None, refusal: str | None
 ) -> list[Whereabouts]:
-    """**Collective.** Say how it went, and return where all ranks' processes are.
+    """**Collective.** Tell the others whether this rank has the memory, and return where all ranks' processes are.
 
     Raises:
         ApartError: some rank has refused.

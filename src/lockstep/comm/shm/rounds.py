@@ -47,7 +47,7 @@ from lockstep.job import flight
 SLICE = 0.05
 #: Polls before a rank offers its core, where every rank can have a core of its own (about 20 microseconds) ...
 _POLLS = 40
-#: ... and seconds it keeps offering it before it sleeps.
+#: ... and seconds for which it keeps offering it before it sleeps; the longer ones where ranks share cores.
 _YIELDING = 300e-6
 _YIELDING_CROWDED = 2e-3
 
@@ -62,7 +62,7 @@ _Views = list[list[torch.Tensor]]
 
 
 class Small:
-    """What a rank needs to combine so many elements that it does all of it by itself: kept from call to call."""
+    """What a rank needs to combine a small tensor all by itself, kept from call to call."""
 
     def __init__(self, views: _Views, rank: int) -> None:
         #: Buffer -> rank -> the elements in the stage.
@@ -102,7 +102,7 @@ class Rounds:
         self._sequence = 0
         self._stages: dict[torch.dtype, _Views] = {}
         self._small: dict[tuple[torch.dtype, int], Small | None] = {}
-        # Of the collective that runs.
+        # These four are of the collective that runs.
         self._current = memoryview(b"")  # its header
         self._key = memoryview(b"")
         self._fresh = False  # its fingerprint has not been compared yet
@@ -137,18 +137,18 @@ class Rounds:
 
     @property
     def header(self) -> bytes:
-        """What this rank says of the collective under way."""
+        """This rank's fingerprint of the collective under way."""
         return bytes(self._current)
 
     def stages(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """The stages of the current round, by rank: 1-d tensors of ``dtype`` that cover ``chunk`` bytes."""
+        """Return the stages of the current round, by rank: 1-d tensors of ``dtype`` that cover ``chunk`` bytes."""
         views = self._stages.get(dtype)
         if views is None:
             views = self._stages[dtype] = [self._view(buffer, dtype) for buffer in range(BUFFERS)]
         return views[self.buffer]
 
     def small(self, dtype: torch.dtype, count: int) -> Small | None:
-        """Return what it takes to combine ``count`` elements in one round, or None if they are too many for that."""
+        """Return what a rank needs to combine ``count`` elements in one round, or None if they are too many."""
         try:
             return self._small[dtype, count]
         except KeyError:
@@ -163,7 +163,7 @@ class Rounds:
         return small
 
     def capacity(self, dtype: torch.dtype) -> int:
-        """Elements of ``dtype`` in one stage."""
+        """Return how many elements of ``dtype`` fit into one stage."""
         return self.chunk // dtype.itemsize
 
     def sync(self) -> None:
@@ -188,10 +188,10 @@ class Rounds:
         self.buffer = self._round % BUFFERS
 
     def sync_with(self, flag: bool) -> bool:
-        """**Collective.** Do as :meth:`sync`, and return whether any rank has said True.
+        """**Collective.** Do as :meth:`sync`, and return whether ``flag`` is True on any rank.
 
-        It travels in the header of this round's stage, so a collective's first round, which has the fingerprint there,
-        can't carry it.
+        The flag travels in the header of this round's stage, so a collective's first round, which has the fingerprint
+        there, can't carry it.
         """
         headers = self._headers[self.buffer]
         headers[self.rank][0] = int(flag)
@@ -209,12 +209,12 @@ class Rounds:
     # --- waiting ---------------------------------------------------------------------------------------------------
 
     def _poll(self, token: int) -> bool:
-        """Wait for a short while without sleeping; True if the token came."""
+        """Wait for a short while without sleeping; return True if the token came."""
         trywait = semaphore.trywait
         for _ in range(self._polls):
             if trywait(token) == 0:
                 return True
-        # It waits from here on, by what others see: where the ranks share cores, this may be a good part of a wait.
+        # From here on the rank's page says that it waits: where ranks share cores, this may be a good part of a wait.
         with flight.waiting(""):
             limit = time.monotonic() + self._yielding
             while time.monotonic() < limit:
@@ -240,7 +240,7 @@ class Rounds:
                     raise self._health.late(what, self._timeout, [peer for peer, _ in pending])
 
     def _look(self, pending: list[tuple[int, int]], what: str) -> None:
-        """A slice has passed without a token: has the group failed, a rank died, or left, or come to another place?"""
+        """Look, after a slice without a token, whether the group has failed, or a rank died, left or is elsewhere."""
         self._health.check()
         missing = {peer for peer, _ in pending}
         gone, left = self._health.gone() & missing, self._health.left() & missing

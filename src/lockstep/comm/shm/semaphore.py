@@ -105,7 +105,7 @@ def wait(address: int, seconds: float) -> bool:
 
 
 def _nap(address: int, seconds: float) -> bool:
-    """As :func:`wait`, by naps of up to a millisecond. (sem_timedwait would follow a wall clock that is set back.)"""
+    """Do as :func:`wait`, by naps of up to a millisecond (sem_timedwait uses the wall clock, which may be set back)."""
     limit = time.monotonic() + seconds
     pause = 50e-6
     while trywait(address) != 0:

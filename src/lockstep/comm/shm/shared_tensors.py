@@ -12,9 +12,9 @@ memory for the same allocation too, at its next all-reduce. The kernel frees eac
 go, or has ended. A rank that keeps using its tensor while another has dropped its own gets a mismatch at its next
 all-reduce, as it should.
 
-A storage may end in any thread, or in the midst of a collection of garbage. So what is called then does no more than
-put a number on a deque; and an address counts only as long as the memory that lay there lives, since the system gives
-addresses to others.
+A storage may end in any thread, or during a garbage collection. So the function that is called then does no more than
+append a number to a deque; and an address counts only as long as the memory that lay there lives, since the system
+uses addresses again.
 
 A forked child has this memory too, and shares it: a child that writes to a gradient writes to its parent's.
 """
@@ -54,7 +54,7 @@ class _Allocation:
 
 
 class SharedTensors:
-    """The allocations of one group. Made in the group's turn only; looked up from any thread."""
+    """The allocations of one group. They are made in the group's turn only, and looked up from any thread."""
 
     def __init__(self, *, rank: int) -> None:
         self._rank = rank
@@ -135,7 +135,7 @@ class SharedTensors:
         return part
 
     def close(self) -> None:
-        """Forget them: the memory of each goes with the last tensor on it."""
+        """Forget the allocations: the memory of each goes with the last tensor on it."""
         with self._lock:
             self.allocations.clear()
             self._parts.clear()

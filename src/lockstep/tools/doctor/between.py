@@ -1,4 +1,4 @@
-"""What lies between machines, worked out from what each of them has said: versions, clocks, ways, a common folder."""
+"""Compare what machines have said of themselves and each other: versions, clocks, ways, a common folder."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _differing(machines: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def _each(values: Mapping[str, str]) -> str:
-    """``2.9.0 on a and b, 2.13.0 on c``"""
+    """Return values with their hosts: ``2.9.0 on a and b, 2.13.0 on c``."""
     hosts: dict[str, list[str]] = {}
     for host, value in values.items():
         hosts.setdefault(value, []).append(host)
@@ -96,7 +96,8 @@ class HostClock:
 
     @classmethod
     def of(cls, looks: Sequence[tuple[float, float, float]]) -> HostClock:
-        """Work it out from some looks: when it was asked, what it said, when its answer came. The quickest counts."""
+        """Work out how far ahead a clock is, from some looks: when it was asked, its time, when that came. The quickest
+        counts."""
         asked, said, heard = min(looks, key=lambda look: look[2] - look[0])
         return cls(said - (asked + heard) / 2, (heard - asked) / 2)
 
@@ -146,7 +147,7 @@ def judge_ways(tries: Sequence[Try], *, first: str, limit: float) -> Iterator[Fi
         tries: every connection that was tried.
         first: the host that the others meet at, which has to be reached under its name. Of the others one address is
             enough.
-        limit: seconds that each had.
+        limit: seconds that each connection had.
     """
     pairs: dict[tuple[str, str], list[Try]] = {}
     for each in tries:
@@ -235,8 +236,8 @@ def judge_folder(folder: str, owner: str, seen: Mapping[str, bool]) -> Iterator[
 
     Args:
         folder: its path.
-        owner: who has made a file there.
-        seen: which of the others see it.
+        owner: the host that has made a file there.
+        seen: for each other host, whether it sees that file.
     """
     blind = [name for name, sees in seen.items() if not sees]
     if blind:

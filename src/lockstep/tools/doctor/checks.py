@@ -1,6 +1,6 @@
-"""What a machine offers to a job: versions, cores, memory, shared memory, limits, names, ports.
+"""Check what a machine offers to a job: versions, cores, memory, shared memory, limits, names, ports.
 
-A check takes the :class:`CheckTask` and yields findings. It only looks: what it needs to try it removes at once.
+A check takes the :class:`CheckTask` and yields findings. It leaves nothing behind: what it makes it removes at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RANK = 300 * _MIB
 _SHARED, _SHARED_FREE = 256 * _MIB, 64 * _MIB
 #: Open files that a rank with loader workers needs: batches go from process to process by descriptors.
 _FILES = 1024
-#: Processes and threads of a rank, and of what is beside the ranks.
+#: Processes and threads of a rank, and of all else that a job starts.
 _TASKS, _TASKS_BESIDE = 32, 64
 #: Bytes that the place for temporary files needs.
 _TEMPORARY = 64 * _MIB
@@ -45,7 +45,7 @@ _TEMPORARY = 64 * _MIB
 
 @dataclass(frozen=True)
 class CheckTask:
-    """What a machine is looked at for."""
+    """The job that a machine is checked for."""
 
     #: Ranks that are to run there.
     ranks: int
@@ -287,7 +287,7 @@ def check_limits(task: CheckTask) -> Iterator[Finding]:
 def _processes(task: CheckTask) -> Iterator[Finding]:
     needed = task.ranks * _TASKS + _TASKS_BESIDE
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    if os.geteuid() and soft != resource.RLIM_INFINITY:  # root is free of it
+    if os.geteuid() and soft != resource.RLIM_INFINITY:  # the limit does not hold for root
         used = sum(len(_proc.threads(pid)) for pid in _own_processes())
         if soft - used < needed:
             yield wrong(
@@ -446,7 +446,7 @@ def _descriptors(pid: int) -> Iterator[str]:
 
 
 def _listener(port: int) -> str:
-    """Return who listens at a port, as far as this user may know: `` by process 12 (python train.py)``."""
+    """Return which process listens at a port, as far as this user may know: `` by process 12 (python train.py)``."""
     sockets = set()
     for name in ("tcp", "tcp6"):
         for line in _proc.text(f"/proc/net/{name}").splitlines()[1:]:

@@ -1,4 +1,4 @@
-"""Run a module in a process of its own that has a limit, and leaves nothing behind when this one is killed."""
+"""Run a module in a process of its own, which has a time limit and leaves nothing behind when this one is killed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lockstep.text import last_lines
 
 #: Seconds that a process has to end after SIGTERM.
 _PATIENCE = 10.0
-#: Lines of what it has written that are repeated.
+#: The last lines of its output that are repeated.
 _LINES = 6
-#: The child dies with its parent, which knows of no other way when it is killed; a launcher takes its ranks with it.
+#: The child has the kernel end it with its parent, which can't do so when it is killed; a launcher's ranks end with it.
 _BOOT = (
     "import runpy, sys; sys.path[:] = filter(None, sys.path); "
     "from lockstep.launch.processes import die_with_parent; die_with_parent(int(sys.argv[1])); "
@@ -36,7 +36,7 @@ class ChildResult:
 
     @property
     def last_words(self) -> str:
-        """The end of what it has written."""
+        """The last lines that it has written."""
         text = self.err if self.err.strip() else self.out
         return "\n".join(last_lines(text, _LINES)) or "it said nothing"
 
@@ -77,7 +77,7 @@ def run(module: str, *args: str, limit: float, env: Mapping[str, str] | None = N
 
 
 def end_all() -> None:
-    """End what runs, from another thread."""
+    """End all processes that run; called from another thread."""
     for process in list(_running):
         with contextlib.suppress(ProcessLookupError):
             process.terminate()

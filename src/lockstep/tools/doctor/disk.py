@@ -1,4 +1,4 @@
-"""The folder that a run goes to: room, rights, how long the disk takes until something is there for good."""
+"""Check the folder that a run goes to: room, rights, and how long the disk takes until data is durable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.tools.doctor.checks import CheckTask
 from lockstep.tools.doctor.findings import Finding, Problem, ok, warning, wrong
 
 _MIB = 1 << 20
-#: Bytes below which no checkpoint fits, and below which it soon won't.
+#: Free bytes below which no checkpoint fits, and below which one soon won't.
 _NONE, _LITTLE = 64 * _MIB, 1 << 30
 _FEW_FILES = 1000
 #: Seconds that a megabyte may take.
@@ -112,7 +112,7 @@ def _write(folder: Path) -> list[float]:
             file.seek(0)
             start = time.perf_counter()
             data = memoryview(os.urandom(_MIB))
-            while data:  # where there is room for some of it only, the next write says so
+            while data:  # where only a part has room, the next write raises the error
                 data = data[os.write(file.fileno(), data) :]
             os.fsync(file.fileno())
             durations.append(time.perf_counter() - start)
@@ -124,7 +124,7 @@ def _locks(folder: Path) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True  # somebody holds it
+        return True  # another process holds it
     except OSError:
         return False
     finally:

@@ -15,12 +15,12 @@ from lockstep.tools.doctor.disk import file_system
 from lockstep.tools.doctor.trials import TORCH_LIMIT
 from lockstep.tools.doctor.variables import telling, without_secrets
 
-#: Facts that are nobody's business in a bug report: names and addresses.
+#: Facts that are left out of a bug report: names and addresses.
 _OF_THIS_HOST = ("hostname", "place")
 
 
 def describe() -> str:
-    """Return the text."""
+    """Return the text of a bug report's environment."""
     found = facts.collect()
     packages = found["packages"]
     rows = [

@@ -1,4 +1,4 @@
-"""What a machine is, found out without torch: versions, processor, memory, GPUs."""
+"""Find out without torch what a machine is: versions, processor, memory, GPUs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def driver() -> str:
 
 
 def place() -> list[str]:
-    """Return what tells this host from others that may have its name: the address that ssh has reached it at, too."""
+    """Return what tells this host from others with its name: the name, and the address at which ssh has reached it."""
     return [socket.gethostname(), *os.environ.get("SSH_CONNECTION", "").split()[2:3]]
 
 

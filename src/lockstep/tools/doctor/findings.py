@@ -150,17 +150,17 @@ class Finding:
 
 
 def ok(about: str, what: str) -> Finding:
-    """Return that all is well."""
+    """Return a finding that all is well."""
     return Finding(Level.OK, Problem.NONE, about, what)
 
 
 def warning(code: Problem, about: str, what: str, advice: str) -> Finding:
-    """Return what makes a job slower, or some jobs impossible."""
+    """Return a finding that makes jobs slower, or some of them impossible."""
     return Finding(Level.WARNING, code, about, what, advice)
 
 
 def wrong(code: Problem, about: str, what: str, advice: str) -> Finding:
-    """Return what makes a job fail."""
+    """Return a finding that makes jobs fail."""
     return Finding(Level.WRONG, code, about, what, advice)
 
 

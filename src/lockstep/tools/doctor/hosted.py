@@ -1,8 +1,8 @@
-"""On a host that is looked at: do what is asked over standard input, say what was found over standard output.
+"""On a host that is checked: do what is asked over standard input, say what was found over standard output.
 
 Orders are lines of JSON, answers are the frames of ``remote/frames.py``. One thread does what is asked, one thing after
-the other; the main thread hears, so that this ends at once when who asks is gone: with its processes, its listeners,
-and what it has made in a folder for others to see.
+the other; the main thread hears, so that this ends at once when the asking process is gone: with its processes, its
+listeners, and what it has made in a folder for others to see.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from lockstep.tools.doctor.variables import check_variables
 
 #: Seconds that a connection may take.
 CONNECT = 3.0
-#: Seconds that what is being done has to end.
+#: Seconds at the end for the order that is being carried out.
 _PATIENCE = 3.0
 _TOKEN = 32
 _SAFE = re.compile("[0-9a-f]{32}")
@@ -78,7 +78,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 
 
 def serve() -> NoReturn:
-    """Greet, then do what is asked until nobody is there to ask."""
+    """Greet, then do what is asked until the connection ends or falls silent."""
     greet(free_port())
     orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     host = _Host()
@@ -99,14 +99,14 @@ def serve() -> NoReturn:
 
 
 class _Host:
-    """What this host does for who asks."""
+    """Carries out orders on this host."""
 
     def __init__(self) -> None:
         self._listeners: list[socket.socket] = []
         #: Paths that were made for other hosts to see, and are removed at the end.
         self._made: list[Path] = []
         self._ends = threading.Event()
-        #: Held while something is done.
+        #: Held while an order is carried out.
         self._busy = threading.Lock()
 
     def obey(self, orders: queue.SimpleQueue[dict[str, Any]]) -> None:
@@ -135,7 +135,7 @@ class _Host:
         """Leave nothing behind."""
         self._ends.set()
         child.end_all()
-        self._busy.acquire(timeout=_PATIENCE)  # what it has made for itself, it removes
+        self._busy.acquire(timeout=_PATIENCE)  # the order under way removes what it has made for itself
         self._deafen({})
         for path in self._made:
             with contextlib.suppress(OSError):
@@ -181,7 +181,7 @@ class _Host:
     # For the others ---------------------------------------------------------------------------------------------------
 
     def _listen(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Listen at ports (0: any) on all addresses; a port that is taken is left out. Who connects gets the token."""
+        """Listen at ports (0: any) on all addresses; a port in use is left out. Whatever connects gets the token."""
         ports: list[int] = []
         for port in order["ports"]:
             try:
@@ -201,12 +201,12 @@ class _Host:
         return [_own_address(str(address)) for address in order["to"]]
 
     def _connect(self, order: dict[str, Any]) -> list[dict[str, Any]]:
-        """Connect to others, all at once, and say of each how it went."""
+        """Connect to other hosts, all at once, and return how each connection went."""
         with ThreadPoolExecutor(64) as pool:
             return list(pool.map(_try, order["targets"]))
 
     def _deafen(self, _order: dict[str, Any]) -> None:
-        """Listen no more."""
+        """Close all listening sockets."""
         for server in self._listeners:
             with contextlib.suppress(OSError):
                 server.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
@@ -264,7 +264,7 @@ def _own_address(address: str) -> str | None:
 
 
 def _try(target: dict[str, Any]) -> dict[str, Any]:
-    """Connect, and see whether it is who was meant. ``how``: ok, unknown (the name), refused, silent, other."""
+    """Connect, and check that the intended host answers. ``how``: ok, unknown (the name), refused, silent, other."""
     try:
         found = socket.getaddrinfo(target["address"], target["port"], type=socket.SOCK_STREAM)
     except OSError as error:
@@ -292,6 +292,6 @@ _voice = threading.Lock()
 
 def _say(message: dict[str, Any]) -> None:
     data = frame(FrameKind.SAID, json.dumps(message).encode())
-    with _voice, contextlib.suppress(BrokenPipeError):  # nobody is there; the main thread hears of it
+    with _voice, contextlib.suppress(BrokenPipeError):  # the asking process is gone; the main thread notices
         while data:
             data = data[os.write(1, data) :]

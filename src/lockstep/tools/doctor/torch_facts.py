@@ -14,7 +14,7 @@ from lockstep.comm.group.register import register
 
 
 def main() -> None:
-    """Print it."""
+    """Print the facts."""
     register()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

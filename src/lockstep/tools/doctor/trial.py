@@ -19,7 +19,7 @@ from lockstep.tools.doctor.facts import place
 
 #: Seconds that a collective may wait here.
 _LIMIT = 30.0
-#: Elements (float32) that tell how long a message takes at least, and how many bytes a second.
+#: Elements (float32) of the messages that tell the latency, and the bytes a second.
 _FEW, _MANY = 2, 4 << 20
 #: The smaller size that replaces the second if a part of this size takes longer than these seconds.
 _PART, _SLOW = 64 << 10, 0.05

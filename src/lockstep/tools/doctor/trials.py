@@ -1,4 +1,4 @@
-"""What torch says of a machine, and how a short job of two ranks goes there, each in a process with a limit."""
+"""Ask torch about a machine, and run a short job of two ranks there, each in a process with a time limit."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def judge_torch(
     Args:
         found: what ``torch_facts.py`` prints.
         gpus: device files of the driver.
-        visible: those that CUDA_VISIBLE_DEVICES leaves.
-        ranks: that are to run here.
-        env: where LOCKSTEP_BACKEND may be.
+        visible: those of them that CUDA_VISIBLE_DEVICES leaves.
+        ranks: how many are to run here.
+        env: the environment, which may have LOCKSTEP_BACKEND.
     """
     build = f"torch {found['torch']} is built " + (f"for CUDA {found['cuda']}" if found["cuda"] else "without CUDA")
     devices = found["devices"]
@@ -160,10 +160,10 @@ def _judge_devices(found: Mapping[str, Any], *, ranks: int) -> Iterator[Finding]
 
 
 def check_job(task: CheckTask) -> Iterator[Finding]:
-    """Start a job of two ranks that average something, by what ``lockstep.init()`` takes on this machine."""
+    """Start a job of two ranks that average something, over the backend that ``lockstep.init()`` takes here."""
     if task.quick:
         return
-    # NCCL takes one rank for a GPU.
+    # NCCL takes one rank a GPU.
     env = {knobs.BACKEND: "shm"} if machine.gpus() == 1 and knobs.backend() is None else {}
     with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as logs:
         options = ["-n", "2", "--grace", "3", "--log-dir", logs]
@@ -227,7 +227,7 @@ def _speed(pair: Mapping[str, Any]) -> str:
 
 #: Seconds that a few bytes may take between hosts, and bytes a second that many have to reach.
 _FAR, _LINK = 5e-3, 40e6
-#: How much slower than the median of all pairs one may be.
+#: How many times slower than the median of all pairs one pair may be.
 _ODD = 3.0
 #: Seconds for all pairs of hosts beside that: 4 each, of eight hosts.
 _PAIRS_LIMIT = 4.0 * 28

@@ -1,4 +1,4 @@
-"""Environment variables: which of them would mislead a job, and which of them are nobody's business."""
+"""Check environment variables that would mislead a job, and hide those that a bug report must not show."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check_own(env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _leftovers(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Look for a place in a job that is none."""
+    """Look for variables that give this process a place in a job, though nothing has started it as a rank."""
     try:
         scheduler = node(env)
         tasks = rank_variables(env)
@@ -88,7 +88,7 @@ def _leftovers(env: Mapping[str, str]) -> Iterator[Finding]:
         )
         return
     if scheduler is not None or tasks:
-        return  # a scheduler has started this
+        return  # a scheduler has started this process
     left = [name for name in _OF_A_RANK if name in env]
     if not left:
         return

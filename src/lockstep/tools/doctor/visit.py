@@ -35,7 +35,7 @@ from lockstep.tools.doctor.hosted import CONNECT, logs_of
 from lockstep.tools.doctor.variables import check_own
 from lockstep.version import __version__
 
-#: Seconds in which a host has to answer, in which it has to have looked at itself, and for one short question.
+#: Seconds for a host to answer, for all checks of a host, and for one short question.
 _REACH, _LOOK, _ASK = 30.0, trials.TORCH_LIMIT + trials.JOB_LIMIT + 90.0, 30.0
 #: How often a host is asked for its time.
 _CLOCKS = 5
@@ -73,19 +73,19 @@ class Report:
 
     @property
     def findings(self) -> list[Finding]:
-        """All of it."""
+        """All findings, those of the hosts first."""
         return [*(finding for host in self.hosts for finding in host.findings), *self.between]
 
 
 class _Visit:
-    """One host, while it is there."""
+    """One host, while it is connected."""
 
     def __init__(self, connection: Connection, visited: Visited, address: str) -> None:
         self.connection = connection
         self.visited = visited
         #: The address to which the ssh client resolves its name.
         self.address = address
-        #: The check that it is at.
+        #: The check that the host is at.
         self.at = ""
         self.answer: dict[str, Any] | None = None
         self.heard = 0.0
@@ -97,7 +97,7 @@ class _Visit:
 
     @property
     def port(self) -> int:
-        """One that nobody uses there."""
+        """A port that is free on the host."""
         assert self.connection.frames.greeting is not None, "it has answered"
         return self.connection.frames.greeting.port
 
@@ -106,7 +106,7 @@ class _Visit:
         self.connection.send(json.dumps(order).encode() + b"\n")
 
     def lose(self, finding: Finding) -> None:
-        """Go on without it."""
+        """Record why the host is lost, and go on without it."""
         self.there = self.connection.open = False
         self.visited.findings.append(finding)
         self.connection.close()
@@ -213,11 +213,11 @@ class _Party:
 
     @property
     def there(self) -> list[_Visit]:
-        """Those that answer."""
+        """The hosts that answer."""
         return [visit for visit in self._visits if visit.there]
 
     def greet(self) -> None:
-        """Wait until all have answered, for some time."""
+        """Wait, for a limited time, until all hosts have answered, and go on without those that have not."""
         self._wait(lambda visit: visit.connection.frames.greeting is not None, _REACH)
         for visit in self.there:
             greeting = visit.connection.frames.greeting
@@ -231,10 +231,10 @@ class _Party:
                 visit.lose(wrong(Problem.LOCKSTEP_DIFFERS, "versions", what, "install the same version"))
 
     def ask(self, orders: dict[_Visit, dict[str, Any]], *, limit: float = _ASK) -> dict[_Visit, Any]:
-        """Ask some of them something, and return the answers of those that have one.
+        """Give orders to some hosts, and return the answers of those that answer.
 
         Args:
-            orders: for whom what.
+            orders: host -> its order.
             limit: seconds for all of them.
         """
         for visit, order in orders.items():
@@ -266,11 +266,11 @@ class _Party:
         return answers
 
     def ask_all(self, order: dict[str, Any]) -> dict[_Visit, Any]:
-        """Ask all the same."""
+        """Give all hosts the same order, and return their answers."""
         return self.ask(dict.fromkeys(self.there, order))
 
     def during(self, work: Callable[[], child.ChildResult]) -> child.ChildResult:
-        """Return what ``work`` does, in a thread; meanwhile let the hosts know that somebody is here."""
+        """Return what ``work`` returns, which runs in a thread; meanwhile give the hosts signs of life."""
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(work)
             try:

@@ -1,1 +1,1 @@
-"""``lockstep runs plan``: what a run would take on other machines, reckoned from a trace."""
+"""``lockstep runs plan``: estimate from a trace what a run would take on other machines."""

@@ -1,4 +1,4 @@
-"""A plan as text: a table, a curve, and what it takes for granted. Pure."""
+"""Show a plan as text: a table, a curve, and its assumptions. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.tools.plan.plan import Plan, Point
 #: Lines of the curve, and points that it has room for.
 _HEIGHT, _MOST = 8, 20
 _COLUMN = 6
-#: Columns of what is assumed.
+#: Characters in a line of the assumptions.
 _WIDTH = 120
 
 
@@ -44,7 +44,7 @@ def _table(points: Sequence[Point]) -> list[str]:
 
 
 def _curve(points: Sequence[Point]) -> list[str]:
-    """Draw the efficiency over the ranks; where there are many points, some of them."""
+    """Draw the efficiency over the ranks; of many points some are drawn."""
     if len(points) > _MOST:
         points = [points[round(place * (len(points) - 1) / (_MOST - 1))] for place in range(_MOST)]
     lines = ["efficiency"]

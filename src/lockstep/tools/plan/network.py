@@ -1,4 +1,4 @@
-"""What an all-reduce takes over a network, by the number of messages one after the other and of bytes. Pure.
+"""Estimate what an all-reduce takes over a network, from its successive messages and its bytes. Pure.
 
 Note [All-reduce by formula]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -15,7 +15,7 @@ Rabenseifner and Gropp, Optimization of collective communication operations in M
 - *hierarchical*: a reduce-scatter and an all-gather inside each host, and between them the faster of the other two
   between hosts, for which the ranks of a host share its link.
 
-None of them knows of congestion, of unequal links, nor of what adding up costs, unless the rate was measured with it.
+None of the formulas knows of congestion, of unequal links, or of what adding up costs, unless the rate includes that.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ ALGORITHMS = ("ring", "tree", "hierarchical")
 
 @dataclass(frozen=True)
 class Link:
-    """What carries messages from one rank to another."""
+    """A link that carries messages from one rank to another."""
 
     #: Seconds of a message without bytes.
     latency: float
-    #: Bytes a second, each way.
+    #: Bytes a second in each direction.
     bandwidth: float
 
     def seconds(self, size: float) -> float:
-        """Return how long a message of so many bytes takes."""
+        """Return how many seconds a message of ``size`` bytes takes."""
         return self.latency + size / self.bandwidth
 
     def words(self) -> str:
@@ -55,11 +55,11 @@ class Network:
     between: Link
     #: Between ranks of a host.
     inside: Link
-    #: Ranks of a host, where there are that many.
+    #: Ranks of a host that is full.
     ranks_per_host: int
 
     def hosts(self, ranks: int) -> int:
-        """Return how many hosts so many ranks need."""
+        """Return how many hosts ``ranks`` ranks need."""
         return -(-ranks // self.ranks_per_host)
 
     def all_reduce(self, size: float, ranks: int, algorithm: str) -> tuple[float, str]:

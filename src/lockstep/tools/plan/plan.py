@@ -1,4 +1,4 @@
-"""What a step would take on more ranks and hosts, reckoned from the trace of a run. Pure.
+"""Estimate what a step would take on more ranks and hosts, from the trace of a run. Pure.
 
 Note [How a plan is made]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -37,11 +37,11 @@ from lockstep.text import as_duration, as_size, counted, joined
 from lockstep.tools.plan.network import Link, Network
 from lockstep.tools.plan.timetable import LEAST, NoTimetable, Timetable, timetables
 
-#: Within a host, where nothing was measured: seconds, and bytes a second.
+#: The link inside a host where none was measured: 5 µs, and 5 GB a second.
 INSIDE = Link(5e-6, 5e9)
-#: Bytes of gradients below which their average tells of the latency, and nothing of the rate.
+#: Bytes of gradients below which the time of their average tells the latency, and nothing of the rate.
 _SMALL = 64 * 1024
-#: Part of a step that other collectives take before it is said.
+#: The fraction of a step from which on the time in other collectives is told.
 _OTHER = 0.02
 
 
@@ -54,7 +54,7 @@ class Recorded:
 
     @classmethod
     def of(cls, run: Run) -> Recorded:
-        """Read them.
+        """Read the last trace of a run.
 
         Raises:
             UnknownRun: there is no trace, it is damaged or of another version, or it can't be planned with.
@@ -85,7 +85,7 @@ class Recorded:
 
     @property
     def first(self) -> Timetable:
-        """One of them, for what all have in common."""
+        """The timetable of one rank, for what all have in common."""
         return self.tables[0]
 
     @property
@@ -95,7 +95,7 @@ class Recorded:
 
     @property
     def samples(self) -> int:
-        """Samples of the global batch; 0: nobody counted them, or the ranks' shares are of something else."""
+        """Samples of the global batch; 0: they were not counted, or the ranks' shares are of something else."""
         samples = float(self.first.global_samples)
         return int(samples) if samples.is_integer() else 0
 
@@ -106,31 +106,31 @@ class Recorded:
 
     @property
     def ready(self) -> list[float]:
-        """Which part of the backward was over when each bucket was ready; the last is at its end."""
+        """The fraction of the backward that was over when each bucket was ready; 1 for the last one."""
         parts = [statistics.median(table.ready[k] for table in self.tables) for k in range(len(self.first.buckets))]
         return [*parts[:-1], 1.0]
 
     @property
     def step(self) -> float:
-        """The median step, as it was."""
+        """Seconds of the median step, as it was recorded."""
         return statistics.median(statistics.median(map(sum, zip(*table.columns, strict=True))) for table in self.tables)
 
     @property
     def waiting(self) -> float:
-        """Of it, what other collectives took."""
+        """The median seconds of a step in other collectives."""
         return statistics.median(statistics.median(table.waiting) for table in self.tables)
 
     @property
     def crowding(self) -> float:
-        """By how much threads of the ranks outnumbered the cores of the machine; at least 1."""
+        """The ranks' threads for each core of the machine; at least 1."""
         return max(1.0, len(self.tables) * self.first.threads / self.first.cores)
 
     def measured_inside(self) -> Link | None:
-        """Return the link between ranks of this host, as their own averages had it; None: they tell nothing of it."""
+        """Return the link between ranks of this host, by the times of their averages; None: these do not tell."""
         table, ranks = self.first, len(self.tables)
         if ranks < 2 or ranks < self.ranks or (table.overlaps and len(table.buckets) > 1):
             return None
-        # Who comes last waits for nobody.
+        # The rank that comes last waits for nobody, so its time is that of the average alone.
         seconds = statistics.median(map(min, zip(*(table.averaging for table in self.tables), strict=True)))
         messages = 2 * (ranks - 1)
         if self.bytes < _SMALL:
@@ -141,7 +141,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is planned for."""
+    """The setting that a plan is for."""
 
     network: Network
     #: One of ALGORITHMS, or ``best``.
@@ -154,13 +154,13 @@ class Setting:
     overlaps: bool | None = None
     #: The properties of the link between hosts that were not given.
     guessed: tuple[str, ...] = ()
-    #: Of a node and an hour; None: not known.
+    #: The price of a node per hour; None: not known.
     price: float | None = None
 
 
 @dataclass(frozen=True)
 class Point:
-    """A step on so many ranks. Times are seconds."""
+    """A step on some number of ranks. Times are seconds."""
 
     ranks: int
     hosts: int
@@ -170,11 +170,11 @@ class Point:
     stragglers: float
     handling: float
     network: float
-    #: Seconds of the averages, hidden behind the backward or not; the algorithm that sends most bytes.
+    #: Seconds of the averages, hidden behind the backward or not; the algorithm of the largest message.
     averaging: float
     algorithm: str
     samples_per_second: float | None
-    #: Samples a second, against as many single ranks.
+    #: Samples a second, as a fraction of what as many ranks reach that each train alone.
     efficiency: float
     #: What a thousand steps cost on these hosts; None: there is no price.
     cost_of_1000_steps: float | None = None
@@ -198,7 +198,7 @@ class Slowest:
         self._sorted = sorted(deviations)
 
     def of(self, ranks: int) -> float:
-        """Return the longest of so many, in seconds."""
+        """Return the expected longest of ``ranks`` draws, in seconds."""
         if self._ranks == 1:
             return self.usual
         return self.usual + sum(chance * value for chance, value in self._chances(ranks))
@@ -228,16 +228,16 @@ class Slowest:
 
 @dataclass(frozen=True)
 class Plan:
-    """What steps on more ranks would take."""
+    """A plan of what steps on more ranks would take."""
 
     recorded: Recorded
     setting: Setting
 
     def at(self, ranks: int) -> Point:
-        """Return a step on so many ranks.
+        """Return a step on ``ranks`` ranks.
 
         Raises:
-            ValueError: with a global batch that stays, there are fewer samples than ranks.
+            ValueError: the global batch stays the same, and has fewer samples than there are ranks.
         """
         step, alone = self._step(ranks), self._alone
         growth = 1.0 if self.setting.scaling == "weak" else float(ranks)
@@ -270,7 +270,7 @@ class Plan:
         return samples if self.setting.scaling == "strong" else samples * ranks / self.recorded.ranks
 
     def _part(self, ranks: int) -> float:
-        """Return the largest share of the batch, as a multiple of what a rank had."""
+        """Return the largest share of the batch, as a multiple of what a recorded rank had."""
         if self.setting.scaling == "weak":
             return 1.0
         samples, recorded = self.recorded.samples, self.recorded.ranks
@@ -310,7 +310,7 @@ class Plan:
             "hosts": self.setting.network.hosts(ranks),
             "step": max(gone, ended) + handling,
             "computing": end.usual,
-            "stragglers": round(ended - end.usual, 12),  # (else what is left of rounding looks like a time)
+            "stragglers": round(ended - end.usual, 12),  # (otherwise a rounding error would look like a time)
             "handling": handling,
             "network": max(0.0, gone - ended),
             "averaging": averaging,
@@ -321,13 +321,13 @@ class Plan:
         return statistics.median(statistics.median(table.handling) for table in self.recorded.tables)
 
     def _messages(self) -> list[tuple[int, float]]:
-        """Return the bytes of each message, and when it is ready as a part of the backward."""
+        """Return the bytes of each message, and the fraction of the backward that is over when it is ready."""
         if not self.overlaps:
             return [(self.recorded.bytes, 1.0)]
         return list(zip(self.recorded.first.buckets, self.recorded.ready, strict=True))
 
     def assumptions(self) -> list[str]:
-        """Say what the plan takes for granted, one sentence each."""
+        """Return what the plan assumes, one sentence each."""
         recorded, setting, table = self.recorded, self.setting, self.recorded.first
         said = [
             f"computing, and when gradients are ready: {len(table.backward)} steps of "
@@ -375,7 +375,7 @@ def parse_counts(text: str) -> list[int]:
     """Return the numbers of ranks of ``8,64,512``.
 
     Raises:
-        ValueError: something else stands there, or a 0.
+        ValueError: ``text`` has something else between its commas, or a 0.
     """
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and len(word) < 10 and int(word) for word in words):

@@ -1,4 +1,4 @@
-"""A rank's timetable, read from a trace: what its steps were made of, and when each bucket was ready. Pure.
+"""Read a rank's timetable from a trace: what its steps were made of, and when each bucket was ready. Pure.
 
 A step goes from one moment at which all ranks have met, the end of an averaged backward, to the next. What a rank waits
 in between is for others, so it is taken off; what it does in between is its own. On a GPU all of it is by the GPU's
@@ -21,7 +21,7 @@ from lockstep.job.page import NAMES, Phase
 from lockstep.runs.timeline import Event
 from lockstep.runs.trace import Trace
 
-#: Steps that all ranks must have, to be called usual.
+#: The fewest steps of all ranks from which medians are taken.
 LEAST = 3
 _OPTIMIZER = NAMES[Phase.OPTIMIZER]
 _NS = 1e-9
@@ -50,7 +50,7 @@ class Timetable:
     #: True if buckets were sent during backward; False: all at its end, and :attr:`buckets` are those that would
     #: have been.
     overlaps: bool = False
-    #: Samples of this rank in a step, and of all ranks; 0: nobody counts them.
+    #: Samples of this rank in a step, and of all ranks; 0: they are not counted.
     local_samples: float = 0.0
     global_samples: float = 0.0
     #: Bytes of each bucket, in the order in which they are reduced.
@@ -72,7 +72,7 @@ class Timetable:
 
     @property
     def columns(self) -> tuple[tuple[float, ...], ...]:
-        """What a step is made of: seconds, by step."""
+        """The parts of a step, each as its seconds by step."""
         return self.optimizer, self.before, self.backward, self.handling, self.averaging, self.waiting
 
 
@@ -93,7 +93,7 @@ def timetables(trace: Trace) -> tuple[Timetable, ...]:
 
 @dataclass(frozen=True)
 class _Step:
-    """When an averaged backward was over, and the next one; and this one's moments in between. Nanoseconds."""
+    """A step, from the end of one averaged backward to the end of the next; its moments are in nanoseconds."""
 
     begun: float
     backward: float
@@ -189,7 +189,7 @@ class _Rank:
         return steps
 
     def _is_timed(self, event: Event) -> bool:
-        """Return whether it is known when it began and ended, by the clock that counts."""
+        """Return whether it is known when an event began and ended, by the clock that counts."""
         moments = 2 if "dur" in event else 1
         return not self._on_gpu or len(event["args"].get("gpu_after_us", ())) == moments
 
@@ -243,7 +243,7 @@ class _Rank:
 
     @staticmethod
     def _part_over(step: _Step, bucket: int) -> float:
-        """Return which part of the backward was over when a bucket was ready; one that nobody used is at once."""
+        """Return the fraction of the backward that was over when a bucket was ready; 0 for one that was not used."""
         length = step.averaging - step.backward
         if length <= 0:
             return 1.0
@@ -260,7 +260,7 @@ def _span(event: Event) -> tuple[float, float]:
 
 
 def _stays(event: Event) -> bool:
-    """Return whether the rank stays in it until others have come; the call that issues a collective comes back."""
+    """Return whether the rank stays in an event until others have come, unlike in a call that only issues."""
     return event["cat"] == "wait" or not event["args"]["backend"].endswith(")")
 
 

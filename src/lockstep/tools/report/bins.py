@@ -1,4 +1,4 @@
-"""The series of a run on one time axis, cut into bins.
+"""Put the series of a run on one time axis, cut into bins.
 
 Note [Bins of a report]
 ~~~~~~~~~~~~~~~~~~~~~~~
@@ -25,9 +25,9 @@ from lockstep.job.page import Phase
 from lockstep.runs.history import Run
 from lockstep.runs.series import Series
 
-#: Bins of a run at most, in all and with all ranks' values; of a start at least.
+#: The most bins of a run, and the most bins times ranks; the fewest bins of a start.
 _BINS, _CELLS, _FEWEST = 600, 40_960, 8
-#: The columns that are read; of those that a file does not have, all is 0.
+#: The columns that are read; a column that a file lacks is all 0.
 _NAMES = ("steps", "samples", "memory", "held", *(phase.name.lower() for phase in Phase))
 NAN = math.nan
 
@@ -41,7 +41,7 @@ class Start:
 
     number: int
     at: float
-    #: Bins from the first to the last, which does not belong to it any more.
+    #: The bins of this start.
     bins: range
     world_size: int
 
@@ -60,12 +60,12 @@ class Span:
     has_held: bool
 
     def last(self, name: str, place: int) -> float:
-        """A rank's last value of a column."""
+        """Return a rank's last value of a column."""
         value = self.columns[name][-1][place]
         return value if math.isfinite(value) else 0.0
 
     def at(self, name: str, moment: float) -> Sequence[float]:
-        """The ranks' values of a column at a moment: those of a row, or between two rows."""
+        """Return the ranks' values of a column at a moment: those of a row, or interpolated between two rows."""
         times, rows = self.times, self.columns[name]
         after = min(bisect.bisect_left(times, moment), len(times) - 1)
         if times[after] <= moment or after == 0:

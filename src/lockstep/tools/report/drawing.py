@@ -1,4 +1,4 @@
-"""Charts of a report, as SVG.
+"""Draw the charts of a report, as SVG.
 
 Note [Two kinds of coordinates]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -7,7 +7,7 @@ x is the time, of which :data:`X` is the whole run, and y is the value, from :da
 its top. So page.js zooms by another ``viewBox`` of the inner one and new ticks outside, and draws no curve again;
 strokes keep their width (``vector-effect``).
 
-What is text from a user goes through :func:`tag` and :func:`text`, which escape it.
+Text from a user goes through :func:`tag` and :func:`text`, which escape it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.tools.report import pixels, scales
 
 #: Units of the curves' coordinates; see Note [Two kinds of coordinates].
 X, Y = 10_000, 1_000
-#: Units of a chart: what is left and right of the plot, above it and below.
+#: Units of a chart's margins: left and right of the plot, above it and below.
 LEFT, RIGHT, ABOVE, BELOW = 64, 12, 10, 22
 #: Ranks that have a line each; more are a band.
 LINES = 8
@@ -76,8 +76,8 @@ def chart(frame: Axes, curves: str, *, marks: str = "", over: str = "", label: s
 
     Args:
         frame: its axes.
-        curves: what is in the plot.
-        marks: lines in it, for what has happened.
+        curves: the markup inside the plot.
+        marks: lines in the plot, for what has happened.
         over: what is drawn over the whole chart.
         label: what it shows, for those who can't see it.
         rows: for a heat map, the ranks that its rows are of.
@@ -183,7 +183,7 @@ def band(frame: Axes, times: Sequence[float], low: Sequence[float], high: Sequen
 
 
 def spans(frame: Axes, times: Sequence[float], chosen: Sequence[bool], class_: str) -> str:
-    """Return the times up to each of the points that are chosen, from the one before it, from top to bottom."""
+    """Return areas from top to bottom of the plot, each from the point before a chosen one to the chosen one."""
     parts = []
     for place, is_chosen in enumerate(chosen):
         if is_chosen:
@@ -215,7 +215,7 @@ def _quartiles(values: Iterable[float]) -> tuple[float, ...]:
 def stack(
     frame: Axes, begins: Sequence[float], ends: Sequence[float], layers: Sequence[tuple[str, Sequence[float]]]
 ) -> str:
-    """Return layers of parts on each other, the first at the bottom.
+    """Return layers on top of each other, the first at the bottom.
 
     Args:
         frame: the axes.
@@ -227,7 +227,7 @@ def stack(
     for class_, parts in layers:
         tops = [top + (part if math.isfinite(part) else 0.0) for top, part in zip(tops, parts, strict=True)]
         drawn.append(tag("path", class_=f"layer {class_}", d=_stairs(frame, begins, ends, tops)))
-    return "".join(reversed(drawn))  # each covers what the layers below it have of it
+    return "".join(reversed(drawn))  # each layer reaches down to 0, and the lower ones are drawn over it
 
 
 def _stairs(frame: Axes, begins: Sequence[float], ends: Sequence[float], tops: Sequence[float]) -> str:
@@ -342,7 +342,7 @@ def lane(seconds: float, marks: Sequence[tuple[float, str, str]], spans: Sequenc
 
 
 def kind_class(kind: str) -> str:
-    """The class of a mark; kinds that are not known look alike."""
+    """Return the CSS class of a kind of mark; unknown kinds share one."""
     return f"is-{kind}" if kind in SHAPES else "is-other"
 
 

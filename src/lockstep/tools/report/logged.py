@@ -1,4 +1,4 @@
-"""What the script of a run has logged (metrics.jsonl), found again and thinned out for a report."""
+"""Find what the script of a run has logged (metrics.jsonl), and thin it out for a report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.text import as_size
 
 #: Bytes of a file that are read; names that are drawn; points of one name, and of all together.
 _BYTES, _NAMES, _POINTS, _ALL_POINTS = 64 * 2**20, 60, 400, 12_000
-#: Files of earlier runs that are looked into.
+#: The most files of earlier runs that are read.
 _ASIDE = 50
 #: The fields of a line that are not logged values.
 _OWN = ("step", "time", "nonfinite")
@@ -41,9 +41,9 @@ def read_metrics(run: Run, notes: list[str], *, until: float | None) -> list[Met
     """Read what a run has logged in its time.
 
     Args:
-        run: its record, which says where.
-        notes: what can't be shown is said here.
-        until: when the run has ended, on the wall clock; None: it has not.
+        run: its record, which names the files.
+        notes: gets a sentence for each thing that can't be shown.
+        until: when the run ended, on the wall clock; None: it has not.
     """
     found: dict[str, Metric] = {}
     paths = [Path(str(path)) for path in run.about.get("logs", ())]
@@ -93,7 +93,7 @@ def _within(path: Path, began: float, until: float | None, notes: list[str]) -> 
             line = json.loads(text)
             time, step = line["time"], line["step"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            continue  # none that lockstep.Log has written
+            continue  # not a line that lockstep.Log has written
         if not isinstance(time, (int, float)) or type(step) is not int or abs(step) > 2**53:
             continue
         if began - 1.0 <= time and (until is None or time <= until + 5.0):
@@ -116,7 +116,7 @@ def _take(line: dict[str, Any], began: float, prefix: str, found: dict[str, Metr
 
 
 def _thin(metric: Metric, most: int) -> Metric:
-    """Put neighbours together until there are at most so many points."""
+    """Put neighbours together until at most ``most`` points are left."""
     count = len(metric.times)
     if count <= most:
         return metric

@@ -1,4 +1,4 @@
-"""What a report shows of a run, as numbers: the records of its machines are put on one time axis. No drawing here."""
+"""Collect what a report shows of a run, as numbers: put the records of its machines on one time axis."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.runs.history import Run, UnknownRun
 from lockstep.tools.report.bins import NAN, Grid, Span, Start, Table, read_spans
 from lockstep.tools.report.logged import Metric, read_metrics
 
-#: Steps, or rows, that a step's time is taken over where they are few; and parts that the run is cut into at least.
+#: Steps, or rows, over which a step's time is taken where they are few; and the fewest parts that a run is cut into.
 _TOGETHER, _PARTS = 10, 24
 
 
@@ -42,11 +42,11 @@ class Total:
     seconds: dict[Phase, float]
     #: Seconds for which others waited while it worked; None: the record is of a version that does not say.
     held: float | None
-    #: Bytes at most; None: not known.
+    #: Peak bytes; None: not known.
     memory: float | None
 
     def share(self, phase: Phase) -> float:
-        """The part of the rank's time that went to a phase."""
+        """Return the fraction of the rank's time that went to a phase."""
         return self.seconds[phase] / (sum(self.seconds.values()) or 1.0)
 
 
@@ -67,7 +67,7 @@ class Account:
     #: The part of the others' time that went to waiting for a rank; None: the record does not say.
     held: Table | None
     memory: Table
-    #: Samples a second, by bin; None: nobody counts them.
+    #: Samples a second, by bin; None: they are not counted.
     samples: list[float] | None
     totals: list[Total]
     marks: list[Marker]
@@ -90,7 +90,7 @@ class Account:
         return max(last)
 
     def mean(self, phase: Phase) -> list[float]:
-        """The part of all ranks' time that went to a phase, by bin."""
+        """Return the fraction of all ranks' time that went to a phase, by bin."""
         return [mean(row) for row in zip(*self.phases[phase], strict=True)]
 
 
@@ -178,7 +178,7 @@ def _overlap(one: Run, other: Run) -> bool:
 
 
 def _ended(run: Run, last: float) -> float:
-    """When a run has ended, on the wall clock, as far as its record tells."""
+    """Return when a run ended, on the wall clock, as far as its record tells."""
     return float(run.about.get("ended", run.began + last))
 
 
@@ -194,7 +194,7 @@ def _until_left(bins: range, leaving: Table) -> range:
 
 
 def _windows(bins: range, steps: Table, long: list[float], whole: float) -> list[range]:
-    """Return the bins that a step's time is taken over together; see Note [Bins of a report] in bins.py."""
+    """Return the windows of bins over which a step's time is taken; see Note [Bins of a report] in bins.py."""
     if not bins:
         return []
     known = [row for row in steps if any(math.isfinite(value) for value in row[bins.start : bins.stop])]
@@ -214,7 +214,7 @@ def _windows(bins: range, steps: Table, long: list[float], whole: float) -> list
         if min(counts) >= 1 and _number(ahead[bin_]) > 0 and passed >= 0.999 * wanted:
             found.append(range(first, bin_ + 1))
             first, passed, counts = bin_ + 1, 0.0, [0.0] * len(known)
-    return found or [bins]  # there is hardly anything
+    return found or [bins]  # the start is too short to be cut into windows
 
 
 def _any(table: Table) -> bool:
@@ -222,7 +222,7 @@ def _any(table: Table) -> bool:
 
 
 def _parts(seconds: Table, whole: Table) -> Table:
-    """Return seconds as parts of those of all phases."""
+    """Return a phase's seconds as fractions of those of all phases."""
     return [
         [part / total if total > 0 else NAN for part, total in zip(*rows, strict=True)]
         for rows in zip(seconds, whole, strict=True)
@@ -292,7 +292,7 @@ def _totals(spans: Sequence[Span], machines: Sequence[Run]) -> list[Total]:
 
 
 def _host(span: Span, rank: int) -> str:
-    """Return what the machine of a rank is called."""
+    """Return the name of a rank's machine."""
     last = -1
     start = next(start for start in span.run.about["starts"] if start["number"] == span.number)
     for name, ranks in start.get("machines") or ():
@@ -303,7 +303,7 @@ def _host(span: Span, rank: int) -> str:
 
 
 def _marks(machines: Sequence[Run], began: float, starts: Sequence[Start]) -> list[Marker]:
-    """Return what has happened, in order; what several machines tell in the same words is said once."""
+    """Return what has happened, in order; what several machines tell in the same words comes once."""
     marks = [
         Marker(start.at, "restart", f"started again, on {start.world_size} ranks ({start.number}. restart)")
         for start in starts
@@ -332,7 +332,7 @@ def _verdict(summary: dict[str, Any] | None) -> str:
 
 
 def phase_name(phase: Phase) -> str:
-    """How a phase is called in a report."""
+    """Return a phase's name in a report."""
     return "waiting" if phase is Phase.WAIT else NAMES[phase]
 
 
@@ -341,12 +341,12 @@ def _number(value: Any) -> float:
 
 
 def mean(values: Iterable[float]) -> float:
-    """The mean of those that are known; NaN: none is."""
+    """Return the mean of the finite values; NaN: none is finite."""
     known = [value for value in values if math.isfinite(value)]
     return sum(known) / len(known) if known else NAN
 
 
 def median(values: Iterable[float]) -> float:
-    """The median of those that are known; 0: none is."""
+    """Return the median of the finite values; 0: none is finite."""
     known = [value for value in values if math.isfinite(value)]
     return statistics.median(known) if known else 0.0

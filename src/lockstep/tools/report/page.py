@@ -1,8 +1,8 @@
-"""The page of a report: its parts put together, as one file that asks nothing of a network.
+"""Build the page of a report: one file, which loads nothing from a network.
 
 Note [What the page may do]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A program's arguments, the names that it logs and the texts of its errors are anybody's. They are escaped where they
+A program's arguments, the names that it logs and the texts of its errors may be anything. They are escaped where they
 become markup, and the data that page.js reads are JSON without a ``<``. Besides, a Content-Security-Policy lets nothing
 be loaded but pictures inside the page, and nothing be run or styled but the one script and the one style sheet whose
 digests it names: what was not escaped, by a mistake of ours, would still not run. So there are no style attributes.
@@ -67,12 +67,12 @@ def build(account: Account) -> str:
         "ranks": page.ranks(),
         "events": page.events(),
         "machines": page.machines(),
-        "data": page.data(),  # after the charts, which it is of
+        "data": page.data(),  # after the charts, which it describes
         "made": text(f"made by lockstep {__version__} from {account.run.path}"),
     }
-    # In one pass, since what is put in could look like a place as well.
+    # In one pass, since a part could contain what looks like a placeholder.
     words = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _part("page.html"))
-    # An argument or a file's name that is no UTF-8 has characters that no file can hold.
+    # An argument or a file's name that is not UTF-8 has characters that can't be encoded.
     return words.encode(errors="replace").decode()
 
 
@@ -85,7 +85,7 @@ def _digest(content: str) -> str:
 
 
 class _Page:
-    """The parts of the page, and with them the data that its script reads of each chart."""
+    """Makes the parts of the page, and collects the data of each chart for the page's script."""
 
     def __init__(self, account: Account) -> None:
         self._account = account
@@ -99,7 +99,7 @@ class _Page:
     # The head ----------------------------------------------------------------------------------------------------
 
     def head(self) -> str:
-        """What ran, how it ended, and what limits it."""
+        """Return the head: what ran, how it ended, and what limits it."""
         account, run = self._account, self._account.run
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.began))
         where = f"{began} on {', '.join(_hosts(account))}, in {run.about.get('directory', '?')}"
@@ -152,7 +152,7 @@ class _Page:
     # Charts ------------------------------------------------------------------------------------------------------
 
     def charts(self) -> str:
-        """All that is drawn over time but what the script has logged."""
+        """Return all charts over time except those of logged numbers."""
         account = self._account
         parts = [self._lane(), self._of_ranks("step", "Step time", account.step, "seconds", _STEP)]
         if Phase.WAIT in account.phases:
@@ -183,7 +183,7 @@ class _Page:
         return _figure("lane", "Timeline", "", keys, drawing.lane(self._seconds, marks, spans))
 
     def _of_ranks(self, name: str, title: str, table: Sequence[Sequence[float]], unit: str, words: str) -> str:
-        """A chart with a line for each rank, or a band where there are many."""
+        """Return a chart with a line for each rank, or bands where there are many."""
         ranks = self._account.ranks
         frame = Axes(self._seconds, 0.0, scales.top([value for row in table for value in row]), unit)
         longest: int | None = None
@@ -210,7 +210,7 @@ class _Page:
         return drawing.line(frame, self._times(), self._broken(values), class_)
 
     def _times(self) -> list[float]:
-        """The middle of each bin, and before those of a start when it begins."""
+        """Return the middle of each bin, and before those of a start the moment at which it begins."""
         return [
             time
             for bins in self._bins
@@ -218,7 +218,7 @@ class _Page:
         ]
 
     def _broken(self, values: Sequence[float]) -> list[float]:
-        """The values at those moments; where a start begins there is none, so that curves break there."""
+        """Return the values at those moments; NaN where a start begins, so that curves break there."""
         return [value for bins in self._bins for value in (math.nan, *values[bins.start : bins.stop])]
 
     def _single(self, name: str, title: str, values: Sequence[float], unit: str, words: str) -> str:
@@ -245,7 +245,7 @@ class _Page:
         return _figure("phases", "Where the time goes", "the mean of all ranks", keys, drawn)
 
     def _waiting(self) -> Iterable[str]:
-        """Who waits, and for whom."""
+        """Yield the charts of which ranks wait, and for which."""
         account = self._account
         wait = account.phases.get(Phase.WAIT)
         if wait is None or len(account.ranks) < 2:
@@ -273,7 +273,7 @@ class _Page:
     # What the script has logged ----------------------------------------------------------------------------------
 
     def metrics(self) -> str:
-        """A chart for each name."""
+        """Return a chart for each logged name."""
         drawn = [self._metric(number, metric) for number, metric in enumerate(self._account.metrics)]
         if not drawn:
             return ""
@@ -310,7 +310,7 @@ class _Page:
         return _figure(f"metric-{number}", metric.name, words, _key("s0", ""), drawn)
 
     def _words(self, metric: Metric, known: Sequence[float]) -> str:
-        """What is to be said of a name: its range, its last value, and where it was not finite."""
+        """Return a logged name's range and last value in words, and where it was not finite."""
         words = []
         if known:
             low, high = (min(filter(math.isfinite, metric.low)), max(filter(math.isfinite, metric.high)))
@@ -330,7 +330,7 @@ class _Page:
     # Tables ------------------------------------------------------------------------------------------------------
 
     def ranks(self) -> str:
-        """A row for each rank, or for those that the others waited for most."""
+        """Return a table with a row for each rank, or for those that the others waited for most."""
         account = self._account
         totals, note = account.totals, ""
         if len(totals) > _ROWS:
@@ -359,7 +359,7 @@ class _Page:
         return tag("tr", tag("th", str(total.rank), scope="row", class_="n") + "".join(cells))
 
     def events(self) -> str:
-        """The list of what has happened, with the words that were said of it."""
+        """Return the list of what has happened, with the messages about it."""
         marks = self._account.marks
         if not marks:
             return tag("p", "Nothing: no checkpoint, no restart, no rank that was late.")
@@ -369,7 +369,7 @@ class _Page:
         return tag("ol", rows, class_="events") + (tag("p", f"(and {left} more)") if left else "")
 
     def machines(self) -> str:
-        """The job's machines and starts, and what its figures depend on."""
+        """Return a table of the job's machines and starts, and of what its figures depend on."""
         account = self._account
         rows = [(name, value) for machine in account.machines for name, value in _facts(machine)]
         rows += [
@@ -385,7 +385,7 @@ class _Page:
     # For the script ----------------------------------------------------------------------------------------------
 
     def data(self) -> str:
-        """What page.js reads, as JSON that can stand in a page."""
+        """Return the data that page.js reads, as JSON that is safe inside a page."""
         account = self._account
         told = {
             "seconds": round(self._seconds, 3),
@@ -468,7 +468,7 @@ def _facts(machine: Run) -> Iterable[tuple[str, str]]:
 
 
 def _on(run: Run, start: Start) -> str:
-    """The machines that took part in a start, where several met."""
+    """Return the machines that took part in a start, in words, where several met."""
     met = next((each.get("machines") for each in run.about["starts"] if each["number"] == start.number), None) or ()
     return ": " + ", ".join(f"{ranks} on {host}" for host, ranks in met) if len(met) > 1 else ""
 

@@ -1,4 +1,4 @@
-"""Heat maps as pictures inside the page: a PNG of one colour, of which each pixel has as much as its value says.
+"""Make heat maps as pictures inside the page: a PNG of one colour, in which a pixel's value is its opacity.
 
 So one picture is right on a light and on a dark page.
 """
@@ -10,17 +10,17 @@ import struct
 import zlib
 from collections.abc import Sequence
 
-#: Vermilion of Okabe and Ito: seen by all, and on white and black.
+#: Vermilion of Okabe and Ito's palette: colour-blind readers see it, and it shows on white and on black.
 _COLOUR = bytes((0xD5, 0x5E, 0x00))
 
 
 def heat_map(rows: Sequence[Sequence[float]]) -> str:
-    """Return a picture as a ``data:`` address: a pixel for each value between 0 and 1; NaN is 0."""
+    """Return a picture as a ``data:`` URL: a pixel for each value between 0 and 1; NaN counts as 0."""
     return "data:image/png;base64," + base64.b64encode(_png([levels(row) for row in rows])).decode()
 
 
 def levels(row: Sequence[float]) -> bytes:
-    """Return values between 0 and 1 as bytes; what is not finite is 0."""
+    """Return values as bytes, 0 to 255 for 0 to 1; values outside are cut off, and NaN is 0."""
     return bytes([int(255 * value + 0.5) if 0.0 <= value <= 1.0 else 255 * (value > 1.0) for value in row])
 
 

@@ -1,4 +1,4 @@
-"""Axes and figures of a report: round ticks, and values as people read them. page.js does the same when it zooms."""
+"""Scale the axes of a report, and write its values as people read them. page.js does the same when it zooms."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def moment(seconds: float, step: float = 1.0) -> str:
 
 
 def top(values: list[float]) -> float:
-    """Return where an axis from 0 ends: at the greatest value, or, where a few are far above the others, nearer to
-    those."""
+    """Return where an axis from 0 ends: at the greatest value, or, where a few values are far above the others, nearer
+    to the others."""
     known = sorted(value for value in values if math.isfinite(value))
     if not known or known[-1] <= 0:
         return 1.0
@@ -66,8 +66,8 @@ def top(values: list[float]) -> float:
 
 
 def span(values: list[float]) -> tuple[float, float]:
-    """Return where an axis of other numbers begins and ends: at the least and the greatest, or nearer to the others
-    where a few are far above them."""
+    """Return where an axis that need not begin at 0 begins and ends: at the least and the greatest value, or nearer to
+    the others where a few values are far above them."""
     known = sorted(value for value in values if math.isfinite(value))
     low, high = known[0], known[-1]
     usual = known[min(len(known) - 1, int(0.98 * len(known)))] - low
@@ -84,7 +84,7 @@ def _scale(unit: str, high: float) -> float:
 
 
 def _digits(value: float) -> str:
-    """Three digits, or all those before the point."""
+    """Return a number with three significant digits, or with all digits before the point."""
     size = abs(value)
     if size >= 1e6 or (size and size < 1e-3):
         return f"{value:.2e}"

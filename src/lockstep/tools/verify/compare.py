@@ -1,4 +1,4 @@
-"""How far two observed runs are apart, step by step, and whether rounding explains it. Pure functions over records.
+"""Measure how far two observed runs are apart, step by step, and judge whether rounding explains it. Pure.
 
 Note [Nudged runs]
 ~~~~~~~~~~~~~~~~~~
@@ -57,7 +57,7 @@ FAR, CLOSE = 256.0, 0.05
 #: How many times as much as in a nudged run a loss or an output may differ, and the steps that are looked at for it.
 #: They only say where a difference comes in, once there is one.
 FACTOR_SEEN, _SAMPLE_STEPS = 8.0, 5
-#: The part of a gradient that may count as rounding; where more would, nothing can be said.
+#: The fraction of a gradient that rounding may explain; where it would explain more, nothing can be said.
 _HALF = 0.5
 
 
@@ -144,7 +144,7 @@ class Distance:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What is to be said of a run on several ranks."""
+    """The verdict on a run on several ranks."""
 
     kind: FindingKind
     #: The first step that differs beyond rounding, from 1; 0: they differ before it.
@@ -234,8 +234,8 @@ def _measure_step(
 
 
 def combined_loss(note: StepNote, notes: Sequence[StepNote]) -> tuple[float, float] | None:
-    """Return one rank's loss of a step, and what those of several ranks come to, of all that this may mean (Note [What
-    the loss is]) the closest; None: there is no loss on some rank."""
+    """Return one rank's loss of a step, and the loss that those of several ranks come to: of the ways in Note [What the
+    loss is], the closest. None: some rank has no loss."""
     if not note.losses or not all(each.losses for each in notes) or any(each.value is None for each in note.losses):
         return None
     one = math.fsum(each.value for each in note.losses if each.value is not None)
@@ -362,7 +362,7 @@ def expected(
         difference: of the run on several ranks.
         nudged: the nearest first.
         step: which; the nudged run's first steps count as well, for one number may differ by chance by next to nothing.
-        found: returns how far that number is apart in a step of two runs, or None.
+        found: returns how far two runs are apart in that number in a step, or None.
     """
     if not nudged:
         return None
@@ -378,7 +378,7 @@ def expected(
 def repeats_itself(repeat: Distance) -> bool:
     """Return whether a second run like the first differs from it by no more than rounding where they begin to differ.
 
-    If not, a nudged run differs for the same reason and not for its nudges, so that nothing is to be learned from it.
+    If not, a nudged run differs for the same reason and not because of its nudges, so that it tells nothing.
     """
     spacing = max(repeat.first.first.spacing, repeat.other.first.spacing)
     if not repeat.same_layout or any(found.size and found.max() > FACTOR * spacing for found in repeat.start.values()):
@@ -467,7 +467,7 @@ class _Noise:
         self._updates: dict[tuple[int, int], Array] = {}
 
     def learn(self, each: StepDifference) -> None:
-        """Take in what the nudged runs differed by in the step of ``each``."""
+        """Add what the nudged runs differed by in the step of ``each``."""
         for i, run in enumerate(self._nudged):
             if each.step <= len(run.difference.steps):
                 found, key = run.difference.steps[each.step - 1], (i, each.optimizer)
@@ -484,7 +484,7 @@ class _Noise:
         return self._allowed(each, self._updates, spacings * each.parameter_sizes)
 
     def is_blind(self, each: StepDifference) -> bool:
-        """Return whether most gradients differ by so much that only a noise which explains half of one explains it."""
+        """Return whether most gradients differ much, and rounding would explain half of a gradient and more."""
         some = each.gradient_sizes > 0
         explained = self.gradients(each)[some] / each.gradient_sizes[some]
         found = each.gradients[some] / each.gradient_sizes[some]
@@ -522,7 +522,7 @@ def _wide(values: Array) -> Array:
 
 
 def _gap(a: Array, b: Array) -> Array:
-    """Return by how much elements differ: 0 for the same, also for the same that is infinite or NaN; else infinite."""
+    """Return by how much elements differ: 0 for equal ones, also infinite or NaN; infinite if one alone is so."""
     with np.errstate(invalid="ignore"):
         same = (a == b) | (np.isnan(a) & np.isnan(b))
         gap = np.where(same, 0.0, np.abs(_wide(a) - _wide(b)))
@@ -534,7 +534,7 @@ def _rms(values: Array) -> float:
 
 
 def _size(values: Array) -> float:
-    """Return the root mean square of those that are finite."""
+    """Return the root mean square of the finite values."""
     return _rms(values[np.isfinite(values)])
 
 

@@ -1,4 +1,4 @@
-"""In a rank of an observed run: write down what every optimizer step was made of, and end the run after enough of them.
+"""In a rank of an observed run: write down what each optimizer step was made of, and end the run after enough steps.
 
 The script is not changed. The observer is told of optimizer steps and of modules' forwards by torch's global hooks; the
 losses it takes where ``torch.autograd.backward`` is called. It draws from no generator of the script's and sends
@@ -48,11 +48,11 @@ from lockstep.tools.verify.records import (
     StepNote,
 )
 
-#: Numbers of a sample that its signature is made of, and samples of a batch that have one.
+#: The most numbers of a sample that its signature is made of, and the most samples of a batch that have one.
 _MOST_NUMBERS, _MOST_SAMPLES = 65_536, 65_536
-#: The least of each tensor that is kept.
+#: The fewest numbers of each tensor that are kept.
 _LEAST_KEPT = 64
-#: The relative distance between numbers that a GPU's tensor cores take for float32.
+#: The relative distance between neighbouring numbers to which a GPU's tensor cores round float32.
 _TF32 = 2.0**-10
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 #: The prefixes of parameter names in wrapped modules.
@@ -74,12 +74,12 @@ _generator = torch.default_generator
 
 
 class Observer:
-    """Watches one rank. There is one of them in a process.
+    """Watches one rank. A process has one observer.
 
     Args:
         assignment: what to do.
-        rank: this one.
-        world_size: of the run.
+        rank: this rank.
+        world_size: the run's number of ranks.
     """
 
     def __init__(self, assignment: Assignment, *, rank: int, world_size: int) -> None:
@@ -89,20 +89,20 @@ class Observer:
         self._thread = threading.get_ident()
         self._nudges = torch.Generator().manual_seed(20_261_122)
         self._weights: dict[tuple[int, int, torch.device], Tensor] = {}
-        #: Modules with parameters that were called by the script, their names, and names of all that is in them.
+        #: Modules with parameters that the script has called, their names, and the names of all modules in them.
         self._roots: list[ref[nn.Module]] = []
         self._root_names: dict[int, str] = {}
         self._spacing = 0.0
         self._labels: dict[int, str] = {}
-        #: Forwards within each other that are under way; the outermost, if it is for training; where it found torch's
-        #: generator.
+        #: The nesting depth of the forwards under way; the outermost module, if it trains; the states of torch's
+        #: generators when it began.
         self._depth = 0
         self._outermost: nn.Module | None = None
         self._found = _Draws()
         self._drew = self._drew_before = False
         self._in_backward = False
-        #: Optimizers, with their index; how many of them have a note; calls of steps within each other that are under
-        #: way.
+        #: Optimizer -> its index; the number of optimizers that have a note; the nesting depth of the calls of step()
+        #: under way.
         self._optimizers: dict[torch.optim.Optimizer, int] = {}
         self._introduced = 0
         self._in_steps = 0
@@ -137,7 +137,7 @@ class Observer:
     # Forwards --------------------------------------------------------------------------------------------------------
 
     def forward_begins(self, module: nn.Module) -> None:
-        """Note that a module is called; of the outermost one what it finds."""
+        """Note that a module is called, and for the outermost one the generators' states."""
         if threading.get_ident() != self._thread:
             return
         self._depth += 1
@@ -155,7 +155,7 @@ class Observer:
             self._note_kind(module)
 
     def forward_ends(self) -> None:
-        """Note that a call of a module is over, before hooks of the module itself put generators back."""
+        """Note that a call of a module is over, before the module's own hooks restore generators."""
         if threading.get_ident() != self._thread:
             return
         self._depth -= 1
@@ -185,7 +185,7 @@ class Observer:
         )
 
     def _meet(self, module: nn.Module) -> None:
-        """Keep the names of a module that the script calls; the first time, listen to how it ends."""
+        """Keep the names in a module that the script calls for the first time, and follow the ends of its forwards."""
         known = [each() for each in self._roots]
         if any(module is each for each in known):
             return
@@ -228,11 +228,11 @@ class Observer:
             self._writer.add("spacing", {"spacing": self._spacing})
 
     def _signatures(self, tensors: Sequence[Tensor], count: int) -> tuple[list[float], float]:
-        """Return a number for each of ``count`` samples, and how large such a number is.
+        """Return a number for each of ``count`` samples, and the typical size of such a number.
 
         A sample's number is the sum of all that it holds, in float64, with weights between -1 and 1 that are the same
         in every run: two samples with the same number are the same sample, however a batch is cut and ordered, and
-        samples that differ by rounding have numbers that do.
+        samples that differ by rounding have numbers that differ by rounding.
         """
         total, square = torch.zeros(count, dtype=torch.float64), 0.0
         found = [each for each in tensors if each.shape[0] == count]
@@ -364,7 +364,7 @@ class Observer:
         self._keep("g", gradients)
 
     def _keep(self, kind: str, tensors: Sequence[Tensor | None]) -> None:
-        """Keep what the limit allows of each tensor: see Note [What is kept of a step] in records.py."""
+        """Keep as many numbers of each tensor as the limit allows: see Note [What is kept of a step] in records.py."""
         if self._rank:
             return
         total = sum(each.numel() for each in tensors if each is not None)
@@ -397,7 +397,7 @@ class Observer:
                 self._gathers[callsite.words(frame.f_code, frame.f_lineno)] = None
 
     def note_process(self, what: str, *, trains: bool) -> None:
-        """Write down that the script starts a process, one that trains or another one."""
+        """Write down that the script starts a process, and whether that one trains."""
         self._say_once("spawned" if trains else "process", what)
 
     def _say_once(self, kind: str, text: str) -> None:
@@ -411,7 +411,7 @@ class Observer:
 
 
 class _Draws:
-    """Where torch's generators stand, to learn whether numbers are drawn from them."""
+    """The states of torch's generators at one moment, which tell later whether numbers were drawn."""
 
     def __init__(self) -> None:
         self._seed = _generator.initial_seed()
@@ -424,7 +424,7 @@ class _Draws:
         return is_own and not torch.equal(self._state, _fresh(self._seed))
 
     def have_moved(self) -> bool:
-        """Return whether numbers were drawn since; a stretch of the rank's own may have begun meanwhile."""
+        """Return whether numbers were drawn since then; the rank may have begun to draw its own meanwhile."""
         seed = _generator.initial_seed()
         begun = self._state if seed == self._seed else _fresh(seed)
         moved = not torch.equal(begun, _generator.get_state())
@@ -502,7 +502,7 @@ def _plain_values(tensor: Tensor) -> Tensor:
 
 
 def _as_array(values: Tensor) -> Array:
-    """Return values as NumPy has them, those that it has no type for as float32."""
+    """Return values as a NumPy array; dtypes that NumPy lacks become float32."""
     if values.is_floating_point() and values.dtype not in (torch.float32, torch.float64, torch.float16):
         values = values.float()
     array: Array = values.cpu().contiguous().numpy()
@@ -570,13 +570,13 @@ def observe(assignment: Assignment, *, rank: int, world_size: int) -> Observer:
 
 
 def _leave() -> None:
-    """Observe nothing in a process that the rank has forked: its notes would be taken for the rank's."""
+    """Stop observing in a process that the rank has forked: its notes would be taken for the rank's."""
     global _observer
     _observer = None
 
 
 def _watch_gathers() -> None:
-    """Be told where the script gathers tensors; what lockstep gathers is not told."""
+    """Watch where the script gathers tensors; what lockstep gathers does not count."""
     for name, place in (("all_gather", 1), ("all_gather_into_tensor", 1)):
         for home in (dist, distributed_c10d):
             setattr(home, name, _watched_gather(getattr(distributed_c10d, name), place))
@@ -595,7 +595,7 @@ def _watched_gather(gather: Callable[..., Any], place: int) -> Callable[..., Any
 
 
 def _watch_processes() -> None:
-    """Be told which processes the script starts."""
+    """Watch which processes the script starts."""
     start, spawn = BaseProcess.start, SpawnContext.__init__
 
     def watched_start(self: Any) -> None:
@@ -606,7 +606,7 @@ def _watch_processes() -> None:
             function = self._args[0] if trains else target
             way = "torch.multiprocessing.spawn" if trains else "multiprocessing"
             _observer.note_process(f"{way} of {_name_of(function)}", trains=trains)
-        _quiet.add(threading.get_ident())  # (what it takes to start the process is no other one)
+        _quiet.add(threading.get_ident())  # (the fork or spawn that follows starts this same process)
         try:
             start(self)
         finally:

@@ -19,9 +19,9 @@ from lockstep.tools.verify.records import Assignment
 
 
 def main(words: list[str]) -> None:
-    """Become the program, and be observed."""
+    """Run the program in this process, under the observer."""
     assignment = Assignment.read(words[0])
-    if sys.path and sys.path[0] == os.getcwd():  # put there for this module; the program is found as if it were alone
+    if sys.path and sys.path[0] == os.getcwd():  # added for this module; the program is to search as without it
         del sys.path[0]
     from lockstep.tools.verify.observe import observe
 
@@ -37,8 +37,8 @@ def main(words: list[str]) -> None:
 
 
 def _keep_apart(folder: Path) -> None:
-    """Have checkpoints and logs of this run in a folder of its own: it begins at its beginning, and leaves what other
-    runs of the script have saved as it is."""
+    """Put checkpoints and logs of this run into a folder of its own: it does not resume, and what other runs of the
+    script have saved stays as it is."""
     from lockstep.checkpoint.api import Checkpointer
     from lockstep.metrics.api import Log
 
@@ -47,7 +47,7 @@ def _keep_apart(folder: Path) -> None:
 
 
 def _compare_nothing() -> None:
-    """Have replicas that differ train on: the verdict says in what they differ, and from which step on."""
+    """Let replicas that differ continue to train: the verdict says in what they differ, and from which step on."""
     from lockstep.ddp.drift import DriftCheck
 
     def count(self: DriftCheck) -> bool:
@@ -58,7 +58,7 @@ def _compare_nothing() -> None:
 
 
 def _keep_what_is_changed(folder: Path) -> None:
-    """From now on keep a copy of each file that the script changes: see Note [Put back] in putback.py."""
+    """Keep a copy of each file that the script changes from now on: see Note [Put back] in putback.py."""
     import safetensors
     import torch
 
@@ -76,7 +76,7 @@ def _redirect(cls: Any, name: str, home: Path) -> None:
 
     Args:
         cls: the class.
-        name: its first argument, the path; what is no path is left alone.
+        name: the name of its first argument, the path; a value that is no path is left alone.
         home: a folder.
     """
     begin = cls.__init__

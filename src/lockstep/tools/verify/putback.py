@@ -46,12 +46,12 @@ _TICK = 0.02
 #: Names of folders that are caches, or that a look over a folder leaves out.
 _CACHES = ("__pycache__",)
 _UNSEEN = (*_CACHES, ".git", ".hg", ".venv", "node_modules")
-#: Entries of a folder that are looked over at most.
+#: The most files that are looked over.
 _MOST = 20_000
 
 
 class TooLarge(LockstepError):
-    """The script is about to change a file of which the disk holds no copy."""
+    """The script is about to change a file of which no copy fits on the disk."""
 
     code = "too-large-to-put-back"
 
@@ -63,8 +63,8 @@ class Journal:
     """Copies what is about to be changed, and writes down how to undo it; see Note [Put back].
 
     Args:
-        folder: of this run's journal; the ranks share it.
-        spared: folders that are left alone.
+        folder: the folder of this run's journal, which the ranks share.
+        spared: folders whose changes are not undone.
     """
 
     def __init__(self, folder: str | Path, spared: Sequence[str | Path] = ()) -> None:
@@ -77,7 +77,7 @@ class Journal:
         self._known: set[str] = set()
 
     def listen(self) -> None:
-        """Be told by Python of what is about to be written, from now on and in processes that are forked."""
+        """Follow from now on what Python is about to write, also in processes that are forked."""
         actions: dict[str, Callable[..., None]] = {
             "open": self._opens,
             "os.truncate": lambda path, *_: self.will_write(path),
@@ -102,13 +102,13 @@ class Journal:
         sys.addaudithook(heard)
 
     def announce(self, owner: Any, name: str, place: int, keyword: str) -> None:
-        """Have a function say which file it is about to write: one that writes without Python.
+        """Have a function that writes without Python announce the file that it is about to write.
 
         Args:
-            owner: what holds the function.
-            name: its name there.
-            place: of the path among its arguments.
-            keyword: the path's name, if it is given by that.
+            owner: the module or class that holds the function.
+            name: the function's name there.
+            place: the position of the path among its arguments.
+            keyword: the path's name as a keyword.
         """
         function = getattr(owner, name)
 
@@ -159,7 +159,7 @@ class Journal:
                     self._add({"what": "folder", "path": where, "time": time.time()})
 
     def will_remove(self, path: str) -> None:
-        """Note that a folder, an empty one, is about to be removed."""
+        """Note that an empty folder is about to be removed."""
         where = _place(path)
         if not self._is_spared(where):
             with self._alone():
@@ -197,7 +197,7 @@ class Journal:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other ranks and workers from writing to the journal, and know what they have written."""
+        """Keep other ranks and workers from writing to the journal, and read what they have written."""
         was_busy, self._here.is_busy = getattr(self._here, "is_busy", False), True
         fd = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -252,7 +252,7 @@ def _real(path: Any) -> str:
 
 
 def _place(path: str) -> str:
-    """Return where a name stands, which may be a link itself."""
+    """Return a path with the links in its folder resolved; its last part may be a link itself."""
     head, tail = os.path.split(os.path.abspath(path))
     return os.path.join(os.path.realpath(head), tail)
 
@@ -262,11 +262,11 @@ def _place(path: str) -> str:
 
 @dataclass
 class PutBack:
-    """What a run has written, and what became of that."""
+    """The files that a run has written, and what became of them."""
 
     #: Files that are as they were before the run.
     files: list[str] = field(default_factory=list)
-    #: Files that are not, in words: with the reason, where it is known.
+    #: Files that are not as they were, in words, with the reason where it is known.
     left: list[str] = field(default_factory=list)
 
 
@@ -319,7 +319,7 @@ def _undo(entry: dict[str, Any], home: Path) -> bool:
 def _clear(folder: str, made: float) -> None:
     """Remove a folder that the run made, and what programs other than Python's have written there since.
 
-    What is older has been moved there, so it stays, and the folder with it.
+    Older files have been moved there, so they stay, and the folder with them.
 
     Raises:
         OSError: the folder is not empty.
@@ -366,7 +366,7 @@ class Lookout:
         self._found = self._look()
 
     def changed(self) -> list[str]:
-        """Return the files that are not as they were when it was last asked, of those it knows."""
+        """Return the files that have changed since the last call, as far as they were looked over."""
         found = self._look()
         before, self._found = self._found, found
         if len(before) >= _MOST or len(found) >= _MOST:  # not all of them were seen

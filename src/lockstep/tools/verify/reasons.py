@@ -1,4 +1,4 @@
-"""Why a run on several ranks differs from that on one, from what the ranks have written down. Pure functions.
+"""Find out why a run on several ranks differs from that on one, from what the ranks have written down. Pure.
 
 Note [Where a difference comes in]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -35,8 +35,8 @@ from lockstep.tools.verify.compare import (
 )
 from lockstep.tools.verify.records import Observation, StepNote
 
-#: Relative differences that are none: of samples, which nothing computes; of outputs, losses and gradients' directions
-#: where no nudged run says what rounding does to them, and the least where one does.
+#: Relative differences up to which numbers count as equal: of samples, which nothing computes; of outputs, losses and
+#: gradients' directions where no nudged run says what rounding does to them, and the least where one does.
 _SAMPLE, _UNKNOWN, _LEAST = 1e-6, 1e-3, 1e-6
 _LEAST_OUTPUT = 3e-5
 #: The same for sums over a batch's samples, and for the residuals of a straight line through a batch.
@@ -96,10 +96,10 @@ def explain(
     """Say why a run on several ranks differs, the likeliest reason first; there is always one.
 
     Args:
-        judgement: that they differ, and since when.
-        difference: of that run from the one on one rank.
-        repeat: of a second run on one rank from the first.
-        operations: that torch calls not deterministic, in a run on one rank.
+        judgement: the verdict that they differ, with the step since which they do.
+        difference: how far that run is from the one on one rank.
+        repeat: how far a second run on one rank is from the first.
+        operations: those of a run on one rank that torch calls not deterministic.
         nudged: how far rounding takes runs apart, as for :func:`compare.judge`.
     """
     if judgement.stage is Stage.LAYOUT:
@@ -132,7 +132,7 @@ def explain(
 
 
 def _repeated(judgement: Judgement, repeat: Distance | None, step: int, operations: Sequence[str]) -> Iterable[Reason]:
-    """Look whether one rank alone does it again."""
+    """Look whether two runs on one rank differ as well."""
     if repeat is None or repeat.same_bits or not repeat.steps:
         return
     first = next((each.step for each in repeat.steps if not each.same_bits), None)
@@ -355,7 +355,7 @@ def _padded(note: StepNote, notes: Sequence[StepNote], evidence: str) -> Reason 
 
 
 def _drew(one: Observation, many: Observation, step: int) -> str:
-    """Return in words what numbers were drawn from between the loader and the model for each rank's part; or none."""
+    """Return in words which generators were drawn from between the loader and the model, for each rank's part."""
     if any(batch.drew_before for each in many.at(step) for batch in each.batches):
         return "torch's generator"
     moved = [
@@ -409,7 +409,7 @@ def _other_samples(one: Observation, many: Observation, step: int, note: StepNot
 
 
 def _outputs(difference: Distance, step: int, nudged: Sequence[Nudged]) -> list[Reason]:
-    """Look whether the model makes the same of each sample."""
+    """Look whether the model's outputs for each sample are those on one rank."""
     note, notes = difference.first.at(step)[0], difference.other.at(step)
     size = max((batch.output_size for batch in note.batches if batch.outputs), default=0.0)
     allowed = expected(difference, nudged, step, _most_apart)
@@ -528,7 +528,7 @@ def _loss_allowed(difference: Distance, step: int, nudged: Sequence[Nudged], one
 
 
 def _gradient(difference: Distance, step: int) -> list[Reason]:
-    """Look at what became of the loss; it is that of one rank as well."""
+    """Look at the gradients; the loss is that of one rank."""
     notes = difference.other.at(step)
     counts = [_count(each) for each in notes]
     if notes[0].gathers:
@@ -578,7 +578,7 @@ def _gradient(difference: Distance, step: int) -> list[Reason]:
 
 
 def _all_alike(judgement: Judgement, difference: Distance, nudged: Sequence[Nudged]) -> list[Reason]:
-    """Look whether the loss is the same wherever one looks, so that it says nothing of how its mean is weighed."""
+    """Look whether all ranks have the same loss, so that it says nothing of how the mean is weighed."""
     step = judgement.step
     if judgement.stage is not Stage.GRADIENT or step is None:
         return []

@@ -1,4 +1,4 @@
-"""What the ranks of an observed run write down of each optimizer step: files in a private folder, and their reader.
+"""Write down and read back what the ranks of an observed run note of each optimizer step, in a private folder.
 
 Note [What is kept of a step]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -29,13 +29,13 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Assignment:
-    """What an observer is to do, as the command tells it."""
+    """What the command tells an observer to do."""
 
     #: The folder for the run's records: 0700, of this run alone.
     folder: str
     #: Optimizer steps after which the run ends.
     steps: int
-    #: Numbers that are kept of a step: of all gradients, and as many of all parameters.
+    #: The numbers kept of a step's gradients, and as many of its parameters.
     numbers: int
     #: The relative change of parameters before each step, with a sign drawn for each element: see Note [Nudged runs]
     #: in compare.py. 0: none.
@@ -44,12 +44,12 @@ class Assignment:
     names_operations: bool = False
 
     def write(self, path: Path) -> None:
-        """Write it for the ranks."""
+        """Write the assignment for the ranks."""
         path.write_text(json.dumps(asdict(self)))
 
     @staticmethod
     def read(path: str | Path) -> Assignment:
-        """Read what :meth:`write` has written."""
+        """Return the assignment that :meth:`write` has written."""
         return Assignment(**json.loads(Path(path).read_text()))
 
 
@@ -68,12 +68,12 @@ class Loss:
 
 @dataclass(frozen=True)
 class ForwardRecord:
-    """What a model got in one forward for training, and what it made of it."""
+    """The inputs of a model in one forward for training, and its outputs."""
 
     module: str
     #: The shape of the first tensor.
     shape: list[int]
-    #: A number for each sample, of all that it holds, and how large such a number is; see ``signatures`` in observe.py.
+    #: A signature for each sample, and the typical size of one; see ``Observer._signatures`` in observe.py.
     samples: list[float]
     size: float
     #: The same for the output of each sample; empty: the output has another first dimension.
@@ -107,7 +107,7 @@ class StepNote:
     #: The names of batch norms that took statistics of a batch, and of dropouts that dropped.
     norms: list[str] = field(default_factory=list)
     dropouts: list[str] = field(default_factory=list)
-    #: Lines of the script that gathered trained tensors from all ranks, between a forward and its backward.
+    #: Lines of the script that gathered float tensors from all ranks, between a forward and its backward.
     gathers: list[str] = field(default_factory=list)
 
 
@@ -129,13 +129,13 @@ class RankNotes:
     """All that a rank has written."""
 
     rank: int
-    #: torch's version, threads, device.
+    #: The files' version, torch's version and threads, the rank's place, and digests of the generators at the start.
     about: dict[str, Any]
     optimizers: list[OptimizerNote]
     steps: list[StepNote]
     #: The largest relative distance between neighbouring numbers of any type that the model computes in.
     spacing: float = 0.0
-    #: Operations that torch calls not deterministic, and what else there is to say.
+    #: Operations that torch calls not deterministic, and sentences about anything else.
     operations: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     #: Ranks that the script starts by itself, and its other processes: what started them, and of which function.

@@ -1,4 +1,4 @@
-"""What a verification has found, in words and as JSON."""
+"""Report what a verification has found, in words and as JSON."""
 
 from __future__ import annotations
 

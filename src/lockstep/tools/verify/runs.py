@@ -2,7 +2,7 @@
 
 Each run is ``lockstep run`` in a process of its own, with a limit, and with one number of threads for all: a rank that
 has half the threads adds up in another order, which would be one more reason to differ. The script runs on one rank and
-on each number of ranks that was asked for. Only where bits differ is there more to learn: a second run on one rank says
+on each number of ranks that was asked for. More runs follow only where bits differ: a second run on one rank says
 whether the script repeats itself, a nudged one what rounding does (Note [Nudged runs] in compare.py).
 """
 
@@ -86,7 +86,7 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class Contrast:
-    """One number of ranks, against one."""
+    """A run on several ranks, compared with that on one."""
 
     ranks: int
     difference: Distance
@@ -103,29 +103,29 @@ class Result:
 
     asked: VerifyOptions
     threads: str
-    #: Steps that were compared at most.
+    #: Steps of the run on one rank, which is the most that are compared.
     steps: int = 0
     contrasts: list[Contrast] = field(default_factory=list)
     #: How far rounding alone takes a run on one rank from another; None: all bits are equal.
     rounding: Distance | None = None
     runs: list[FinishedRun] = field(default_factory=list)
-    #: Files that the script has written and that are as they were before; and those that are not.
+    #: Files that the script has written and that are again as they were before; and those that are not.
     put_back: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
     @property
     def kind(self) -> FindingKind:
-        """The verdict on all: the worst."""
+        """The worst verdict of all contrasts."""
         order = [FindingKind.BITS, FindingKind.ROUNDING, FindingKind.DIFFERENT]
         return max((each.judgement.kind for each in self.contrasts), key=order.index)
 
 
 def verify(asked: VerifyOptions, folder: Path, tell: Callable[[str], None]) -> Result:
-    """Run the script as often as it takes, and compare.
+    """Run the script as often as needed, and compare.
 
     Args:
         asked: what to verify.
-        folder: an empty one, 0700; what the runs leave there is read as long as the result is used.
+        folder: an empty folder, 0700; the runs' files there are read as long as the result is used.
         tell: shows a line about what is done.
 
     Raises:
@@ -209,7 +209,7 @@ class _Runs:
         self._numbers = asked.keep // _BYTES // ((_ALONE + len(asked.ranks)) * asked.steps * 2)
 
     def start(self, what: str, ranks: int, *, nudge: float = 0.0, names_operations: bool = False) -> Observation:
-        """Run the script to its last step that is compared.
+        """Run the script up to the last step that is compared, and return what its ranks have written down.
 
         Raises:
             CannotVerify: it failed, was too slow, or took no step.
@@ -300,7 +300,7 @@ class _Runs:
         if self._asked.shows:
             return "  (see above)"
         lines = _output(home).read_text(errors="replace").splitlines()
-        lines = [line for line in lines if str(home) not in line]  # which is about to be removed
+        lines = [line for line in lines if str(home) not in line]  # this folder is about to be removed
         return "\n".join(f"  {line}" for line in lines[-_LINES:]) or "  (none)"
 
 

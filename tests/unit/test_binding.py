@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.binding import Bind, Binding, Cores, decide, in_words
+from lockstep.tools.doctor import checks, facts
+from lockstep.tools.doctor.checks import CheckTask
 from lockstep.topology import Core, Topology, format_cpus, parse_cpus
 
 
@@ -332,7 +334,7 @@ def test_a_binding_in_words(tmp_path: Path) -> None:
     assert in_words({5: "1,3"}) == "rank 5 to 1,3"
 
 
-def test_this_machine_is_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_speaks_against_binding_is_found(tmp_path: Path) -> None:
     root = replace(EIGHT_GPUS, gpus=(0, 1)).build(tmp_path)
     found = Cores.read({"OMP_PROC_BIND": "close", "OMP_PLACES": "", "KMP_AFFINITY": "none"}, root)
     assert (found.openmp, [gpu.node for gpu in found.gpus], found.unknown) == (("OMP_PROC_BIND",), [0, 1], "")
@@ -341,5 +343,18 @@ def test_this_machine_is_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     )
     _write(root / "dev/kfd", "")
     assert Cores.read({}, root).unknown == "where AMD's GPUs are attached is not looked at"
-    monkeypatch.setattr("lockstep.machine.gpus", lambda _env: 2)
-    assert Cores.read({}, ONE_SOCKET.build(tmp_path / "one")).unknown.startswith("the driver does not tell")
+    undescribed = ONE_SOCKET.build(tmp_path / "one")
+    assert Cores.read({}, undescribed).unknown == ""
+    _write(undescribed / "dev/nvidia0", "")
+    assert Cores.read({}, undescribed).unknown.startswith("the driver does not tell")
+    assert Cores.read({"CUDA_VISIBLE_DEVICES": ""}, undescribed).unknown == ""
+
+
+def test_the_doctor_says_what_auto_would_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = SLICES.cores(tmp_path)
+    monkeypatch.setattr(checks, "bind_ranks", lambda how, ranks: decide(how, ranks, found))
+    for ranks, said in ((2, True), (3, False)):
+        words = [each.what for each in checks.check_cores(CheckTask(ranks, tmp_path)) if "for" in each.what]
+        assert any("lockstep run binds rank" in text for text in words) is said, words
+    monkeypatch.setattr(facts, "bind_ranks", lambda how, _ranks: decide(how, 4, found))
+    assert facts.binding().startswith("rank 0 to 0-3, rank 1 to 4-7, rank 2 to 8-11, rank 3 to 12-15 (--bind auto, ")

@@ -68,7 +68,7 @@ class Cores:
         gpus, unknown = topology.visible_gpus(env), ""
         if gpus is None:
             unknown = "which of the GPUs is which only CUDA can tell"
-        elif not topology.gpus and machine.gpus(env):
+        elif not topology.gpus and any((root / "dev").glob("nvidia[0-9]*")) and env.get("CUDA_VISIBLE_DEVICES") != "":
             unknown = "the driver does not tell where the GPUs are attached"
         elif (root / "dev/kfd").exists():
             unknown = "where AMD's GPUs are attached is not looked at"

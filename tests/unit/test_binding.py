@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.binding import Bind, Binding, Cores, decide, in_words
+from lockstep.launch.binding import Bind, Binding, CoreFacts, decide, in_words
 from lockstep.tools.doctor import checks, facts
 from lockstep.tools.doctor.checks import CheckTask
 from lockstep.topology import Core, Topology, format_cpus, parse_cpus
@@ -81,13 +81,13 @@ class Machine:
         if index not in self.hidden:
             _write(root / f"dev/nvidia{index}", "")
 
-    def cores(self, root: Path, allowed: str = "", **more: object) -> Cores:
+    def cores(self, root: Path, allowed: str = "", **more: object) -> CoreFacts:
         """Build it and read it; ``allowed``: the affinity, by default what is given."""
         topology = Topology.read(self.build(root))
         env = {key: str(value) for key, value in more.items()}
         gpus = topology.visible_gpus(env)
         assert gpus is not None
-        return Cores(topology, parse_cpus(allowed) if allowed else topology.given, gpus=gpus)
+        return CoreFacts(topology, parse_cpus(allowed) if allowed else topology.given, gpus=gpus)
 
 
 def _write(path: Path, text: str) -> None:
@@ -336,18 +336,19 @@ def test_a_binding_in_words(tmp_path: Path) -> None:
 
 def test_what_speaks_against_binding_is_found(tmp_path: Path) -> None:
     root = replace(EIGHT_GPUS, gpus=(0, 1)).build(tmp_path)
-    found = Cores.read({"OMP_PROC_BIND": "close", "OMP_PLACES": "", "KMP_AFFINITY": "none"}, root)
+    found = CoreFacts.read({"OMP_PROC_BIND": "close", "OMP_PLACES": "", "KMP_AFFINITY": "none"}, root)
     assert (found.openmp, [gpu.node for gpu in found.gpus], found.unknown) == (("OMP_PROC_BIND",), [0, 1], "")
     assert (
-        Cores.read({"CUDA_VISIBLE_DEVICES": "MIG-1"}, root).unknown == "which of the GPUs is which only CUDA can tell"
+        CoreFacts.read({"CUDA_VISIBLE_DEVICES": "MIG-1"}, root).unknown
+        == "which of the GPUs is which only CUDA can tell"
     )
     _write(root / "dev/kfd", "")
-    assert Cores.read({}, root).unknown == "where AMD's GPUs are attached is not looked at"
+    assert CoreFacts.read({}, root).unknown == "where AMD's GPUs are attached is not looked at"
     undescribed = ONE_SOCKET.build(tmp_path / "one")
-    assert Cores.read({}, undescribed).unknown == ""
+    assert CoreFacts.read({}, undescribed).unknown == ""
     _write(undescribed / "dev/nvidia0", "")
-    assert Cores.read({}, undescribed).unknown.startswith("the driver does not tell")
-    assert Cores.read({"CUDA_VISIBLE_DEVICES": ""}, undescribed).unknown == ""
+    assert CoreFacts.read({}, undescribed).unknown.startswith("the driver does not tell")
+    assert CoreFacts.read({"CUDA_VISIBLE_DEVICES": ""}, undescribed).unknown == ""
 
 
 def test_the_doctor_says_what_auto_would_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class Bind(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Cores:
+class CoreFacts:
     """What there is to decide with, on one machine."""
 
     topology: Topology
@@ -62,7 +62,7 @@ class Cores:
     openmp: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Cores:
+    def read(cls, env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> CoreFacts:
         """Look at this machine, whose files are below ``root``."""
         topology = Topology.read(root)
         gpus, unknown = topology.visible_gpus(env), ""
@@ -144,10 +144,10 @@ def bind_ranks(how: Bind, ranks: int, env: Mapping[str, str] = os.environ) -> Bi
     """
     if how is Bind.NONE:
         return _unbound(ranks, machine.cores(), f"--bind {how.value}")
-    return decide(how, ranks, Cores.read(env))
+    return decide(how, ranks, CoreFacts.read(env))
 
 
-def decide(how: Bind, ranks: int, found: Cores) -> Binding:
+def decide(how: Bind, ranks: int, found: CoreFacts) -> Binding:
     """Decide how ``ranks`` of a machine are bound.
 
     Raises:
@@ -178,7 +178,7 @@ def _unbound(ranks: int, count: int, why: str) -> Binding:
 # By itself ------------------------------------------------------------------------------------------------------------
 
 
-def _fair(ranks: int, found: Cores) -> list[frozenset[int]] | str:
+def _fair(ranks: int, found: CoreFacts) -> list[frozenset[int]] | str:
     """Return places that take nothing from any rank; else why there are none. See Note [Where a rank is bound]."""
     given, allowed = found.topology.given, found.allowed
     if allowed != given:
@@ -207,7 +207,7 @@ def _fair(ranks: int, found: Cores) -> list[frozenset[int]] | str:
 # As the user asks -----------------------------------------------------------------------------------------------------
 
 
-def _refuse(how: Bind, ranks: int, found: Cores) -> None:
+def _refuse(how: Bind, ranks: int, found: CoreFacts) -> None:
     """Raise ValueError if the ranks can't be bound as the user asks."""
     asked = f"--bind {how.value}"
     if found.openmp:
@@ -222,13 +222,13 @@ def _refuse(how: Bind, ranks: int, found: Cores) -> None:
         raise ValueError(f"{asked}: {_far(places, found)}; say --bind none")
 
 
-def _by_node(ranks: int, found: Cores) -> list[frozenset[int]]:
+def _by_node(ranks: int, found: CoreFacts) -> list[frozenset[int]]:
     """Return all CPUs of a node for each rank: its GPU's, or the nodes in turn."""
     nodes = _grouped(found.cores, _node)
     return found.near_gpus(ranks) or [_cpus(_turn(nodes, rank, ranks)) for rank in range(ranks)]
 
 
-def _apart(ranks: int, found: Cores) -> list[frozenset[int]]:
+def _apart(ranks: int, found: CoreFacts) -> list[frozenset[int]]:
     """Return cores that no other rank has: those beside each GPU are dealt to its ranks, or all to all.
 
     Raises:
@@ -251,7 +251,7 @@ def _apart(ranks: int, found: Cores) -> list[frozenset[int]]:
     return places
 
 
-def _far(places: Sequence[frozenset[int]], found: Cores) -> str:
+def _far(places: Sequence[frozenset[int]], found: CoreFacts) -> str:
     """Return why a rank has no cores near its GPU."""
     rank = next(rank for rank, place in enumerate(places) if not place)
     gpu = found.gpus[rank]

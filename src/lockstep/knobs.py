@@ -29,6 +29,10 @@
                        also has ``--quiet``.
 ``LOCKSTEP_TRACE``     STEPS or STEPS:FROM, e.g. 20:100: trace the ranks for STEPS steps, after FROM (10) steps
                        of a start, as ``lockstep run --trace`` does; for ``lockstep.spawn``.
+``LOCKSTEP_BIND``      auto, none, numa or cores: the cores that ranks are bound to, as by ``lockstep run --bind``; for
+                       ``lockstep.spawn``.
+``LOCKSTEP_CORES``     the number of cores that the ranks of a machine share, set by the launcher for ranks that it
+                       has bound: each of them sees only its own.
 ``LOCKSTEP_KEY``       32 random bytes as hexadecimal digits, or the path of a file (0600) that holds them: machines
                        that meet by ``--rdzv`` prove to each other that they know it.
 ``LOCKSTEP_SSH``       the ssh client for ``lockstep run --hosts``, with options if need be (``ssh -F FILE``). By
@@ -64,17 +68,22 @@ LATE = "LOCKSTEP_LATE"
 TIMES = "LOCKSTEP_TIMES"
 QUIET = "LOCKSTEP_QUIET"
 TRACE = "LOCKSTEP_TRACE"
+BIND = "LOCKSTEP_BIND"
+CORES = "LOCKSTEP_CORES"
 KEY = "LOCKSTEP_KEY"
 SSH = "LOCKSTEP_SSH"
 TRACEBACK = "LOCKSTEP_TRACEBACK"
 
 #: The variables that the user sets and that mean the same on every machine.
-PASSED_ON = (PRELOAD, BACKEND, TIMEOUT, KEEP_MEMORY, SHM_CHUNK, LATE, TIMES, QUIET, TRACE, TRACEBACK)
+PASSED_ON = (PRELOAD, BACKEND, TIMEOUT, KEEP_MEMORY, SHM_CHUNK, LATE, TIMES, QUIET, TRACE, BIND, TRACEBACK)
 
 #: The variables that the launcher sets for its ranks, and a rank for its child processes.
-OF_A_RANK = (STORE, JOB_DIR, RANK_PROCESS, JOINED, RESTART, ROUND)
+OF_A_RANK = (STORE, JOB_DIR, RANK_PROCESS, JOINED, RESTART, ROUND, CORES)
 
 _DIGITS = re.compile("[0-9a-fA-F]{64}")
+
+#: What ``LOCKSTEP_BIND`` may be.
+BINDS = ("auto", "none", "numa", "cores")
 
 #: Default of the seconds that a collective may wait before it is an error.
 DEFAULT_TIMEOUT = 600.0
@@ -101,7 +110,7 @@ def names() -> frozenset[str]:
 def bad_values(env: Mapping[str, str] = os.environ) -> list[str]:
     """Return a sentence for each variable that has an invalid value."""
     found = []
-    for read in (keep_memory, timeout, times, late, trace, key, ssh, shm_chunk):
+    for read in (keep_memory, timeout, times, late, trace, bind, key, ssh, shm_chunk):
         try:
             read(env)
         except EnvironmentMismatch as error:
@@ -234,6 +243,24 @@ def parse_trace(text: str) -> tuple[int, int]:
             "that follow the first 100"
         )
     return int(steps), int(first) if colon else DEFAULT_TRACE_FROM
+
+
+def bind(env: Mapping[str, str] = os.environ) -> str:
+    """Return to which cores the launcher binds the ranks: one of :data:`BINDS`.
+
+    Raises:
+        EnvironmentMismatch: ``LOCKSTEP_BIND`` is another.
+    """
+    text = env.get(BIND) or BINDS[0]
+    if text not in BINDS:
+        raise EnvironmentMismatch(f"{BIND}={text!r}: expected {', '.join(BINDS[:-1])} or {BINDS[-1]}")
+    return text
+
+
+def cores(env: Mapping[str, str] = os.environ) -> int | None:
+    """Return how many cores the ranks of this machine share, if the launcher has bound this one to some of them."""
+    text = env.get(CORES, "")
+    return int(text) if text.isdecimal() else None
 
 
 def key(env: Mapping[str, str] = os.environ) -> str:

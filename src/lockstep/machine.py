@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from lockstep import _proc
+from lockstep import _proc, knobs
 
 _CPUS = Path("/proc/cpuinfo")
 _CGROUP_V2_QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -21,6 +21,11 @@ def cores() -> int:
     allowed = visible_cores()
     quota = cpu_quota()
     return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
+
+
+def cores_of_all_ranks() -> int:
+    """Count the CPU cores of this rank and the others of its machine: more than its own where it is bound to those."""
+    return knobs.cores() or cores()
 
 
 def visible_cores() -> int:

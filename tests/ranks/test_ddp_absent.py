@@ -101,7 +101,16 @@ def test_a_head_that_is_not_used_holds_up_nothing() -> None:
 
 
 def test_heads_that_take_turns_and_differ_by_rank() -> None:
-    plan: _Plan = [[[0], [0]], [[1], [1]], [[0], [1]], [[0, 1], [1]], [[1], [0, 1]], [[], [0]], [[], []], [[0, 1], [0, 1]]]
+    plan: _Plan = [
+        [[0], [0]],
+        [[1], [1]],
+        [[0], [1]],
+        [[0, 1], [1]],
+        [[1], [0, 1]],
+        [[], [0]],
+        [[], []],
+        [[0, 1], [0, 1]],
+    ]
     first, second = _compare(plan)
     buckets = first[0][1]
     # Rank 0 leaves head 1 out in step 0 and head 0 in step 1; where nothing is used, no backward reaches an input.

@@ -415,7 +415,8 @@ def test_env_has_what_a_report_needs_and_no_secret(tmp_path: Path) -> None:
     with _start(tmp_path, "doctor", "--env", NCCL_DEBUG="INFO", **secrets) as job:
         done = job.finish(LIMIT)
     assert (done.code, done.err) == (0, ""), done
-    for name in ("lockstep", "torch", "Python", "system", "processor", "cores", "memory", "GPUs", "backends"):
+    names = ("lockstep", "torch", "Python", "system", "processor", "cores", "topology", "binding", "memory", "GPUs")
+    for name in (*names, "backends"):
         assert re.search(rf"^{name} +\S", done.out, re.MULTILINE), name
     assert "\n  NCCL_DEBUG=INFO\n" in done.out
     assert "\n  LOCKSTEP_KEY=(set; not shown)\n" in done.out

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import BatchShare, EnvironmentMismatch, knobs, machine
+from lockstep.launch.binding import Bind
 
 SOURCE = Path(knobs.__file__).parent
 
@@ -36,6 +37,22 @@ def test_knobs_are_read_in_one_place_and_all_documented() -> None:
 
 def test_cores_are_those_this_process_may_use() -> None:
     assert 1 <= machine.cores() <= len(os.sched_getaffinity(0))
+
+
+def test_ranks_that_are_bound_still_know_how_many_cores_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCKSTEP_CORES", raising=False)
+    assert machine.cores_of_all_ranks() == machine.cores()
+    monkeypatch.setenv("LOCKSTEP_CORES", "96")
+    assert machine.cores_of_all_ranks() == 96
+    assert machine.cores() <= len(os.sched_getaffinity(0))
+
+
+def test_how_ranks_are_bound_has_a_default_and_can_be_set() -> None:
+    assert knobs.bind({}) == knobs.bind({"LOCKSTEP_BIND": ""}) == "auto"
+    assert [Bind(name).value for name in knobs.BINDS] == list(knobs.BINDS) == [each.value for each in Bind]
+    assert knobs.bind({"LOCKSTEP_BIND": "numa"}) == "numa"
+    with pytest.raises(EnvironmentMismatch, match="LOCKSTEP_BIND='node': expected auto, none, numa or cores"):
+        knobs.bind({"LOCKSTEP_BIND": "node"})
 
 
 @pytest.mark.parametrize(

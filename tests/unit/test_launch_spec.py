@@ -93,6 +93,8 @@ def test_what_a_rank_reads_is_what_the_launcher_wrote() -> None:
     assert env["TORCHELASTIC_RESTART_COUNT"] == env[knobs.RESTART] == "0"
     assert "GLOO_SOCKET_IFNAME" not in env
     assert "OMP_NUM_THREADS" not in env
+    assert env[knobs.CORES] is None  # unset: a rank that starts a job of its own has been bound, and its ranks are not
+    assert rank_environment(round_, 2, folder="/job", cores=96)[knobs.CORES] == "96"
 
 
 def test_one_machine_meets_in_a_file_over_the_loopback_device() -> None:

@@ -67,6 +67,13 @@ from lockstep.text import NEXT
 )
 @log_dir("Folder for the logs of the ranks (rank1.log and so on) and the record of the run.")
 @click.option("--all-output", is_flag=True, help="Show the output of all ranks, not only that of rank 0.")
+@click.option(
+    "--bind",
+    type=click.Choice(["auto", "none", "numa", "cores"]),
+    help="Cores to bind each rank to. numa: those of the NUMA node of its GPU, or of the nodes in turn; cores: cores "
+    "that no other rank has; auto: those of a node or, without GPUs, an L3 cache, if that divides all cores evenly and "
+    "nothing else has set an affinity. [default: auto]",
+)
 @price("Price of one node per hour, such as 3.2/h: the summary says what the run and its waits cost.")
 @click.option("--quiet", is_flag=True, help="Print no summary at the end, like LOCKSTEP_QUIET=1.")
 @click.option(
@@ -93,6 +100,7 @@ def run(
     master_port: int | None,
     log_dir: Path | None,
     all_output: bool,
+    bind: str | None,
     price: float | None,
     quiet: bool,
     trace: str | None,
@@ -125,6 +133,7 @@ def run(
         if hosts is not None:
             sys.exit(_run_on_hosts(hosts, given))
         from lockstep.launch import report
+        from lockstep.launch.binding import Bind
         from lockstep.launch.run import run as run_job  # refuses other systems than Linux
         from lockstep.launch.spec import JobSpec, NodeOptions, Output, Program, node_place, parse_ranks
 
@@ -153,6 +162,7 @@ def run(
             quiet=quiet or knobs.quiet(),
             price=price,
             trace=knobs.trace() if trace is None else _parse_trace(trace),
+            bind=Bind(bind or knobs.bind()),
             grace=grace,
             max_restarts=(place.restarts or 0) if max_restarts is None else max_restarts,
             rendezvous=None if place.rendezvous is None else replace(place.rendezvous, ranks=nproc),
@@ -175,7 +185,7 @@ def run(
 #: Options that say where the machines are, as --hosts does.
 _ELSEWHERE = ("nnodes", "rdzv", "rdzv_id", "node_rank", "master_addr", "master_port", "local_addr", "standalone")
 #: Options that each host's launcher is given as they are.
-_EVERYWHERE = ("join_timeout", "regroup_after", "log_dir", "price", "trace", "grace", "max_restarts")
+_EVERYWHERE = ("join_timeout", "regroup_after", "log_dir", "bind", "price", "trace", "grace", "max_restarts")
 
 
 def _run_on_hosts(hosts: str, given: dict[str, Any]) -> int:

@@ -247,7 +247,8 @@ def _known_backends() -> list[str]:
 def _divide_threads(identity: Identity) -> None:
     """Take this rank's share of the cores, unless the launcher or the user has set a number; fewer stay fewer."""
     if not any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
-        torch.set_num_threads(min(torch.get_num_threads(), machine.share_of_cores(identity.local_world_size)))
+        share = max(1, machine.cores_of_all_ranks() // identity.local_world_size)
+        torch.set_num_threads(min(torch.get_num_threads(), share))
 
 
 def _identity_of_open_group(identity: Identity) -> Identity:

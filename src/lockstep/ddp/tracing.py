@@ -159,7 +159,7 @@ def _describe(replica: Replica) -> dict[str, Any]:
         "ranks": dist.get_world_size(replica.group),
         "device": "cpu" if why_not or not reducer.params else reducer.params[0].device.type,
         "threads": torch.get_num_threads(),
-        "cores": machine.cores(),
+        "cores": machine.cores_of_all_ranks(),
         "overlaps": reducer.overlaps,
         "buckets": [bucket.flat.nbytes for bucket in reducer.buckets],
     }

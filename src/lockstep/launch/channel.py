@@ -33,6 +33,8 @@ class Fork:
     env: dict[str, str | None]
     #: The program of the rank; see rank.py.
     job: dict[str, Any]
+    #: The CPUs that it is bound to; None: it is not.
+    cpus: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -145,12 +147,13 @@ start_zygote: Callable[[list[str], int, dict[str, str]], int] = _execute
 class ZygoteHandle:
     """Start the zygote, ask it to fork ranks, hear of their deaths, and end it. Its maker must :meth:`close` it."""
 
-    def __init__(self, folder: str, *, ranks: int, restarts: bool = False) -> None:
+    def __init__(self, folder: str, *, ranks: int, threads: int, restarts: bool = False) -> None:
         """Start the zygote.
 
         Args:
             folder: the job's private folder.
             ranks: how many are to share this machine's cores.
+            threads: for each of them, unless the user has said it.
             restarts: ranks may be forked again, and should then be back in training as soon as possible.
         """
         preload = knobs.preload()
@@ -172,7 +175,7 @@ class ZygoteHandle:
             home,
         ]
         try:
-            self.pid = start_zygote(argv, theirs.fileno(), _environment(ranks))
+            self.pid = start_zygote(argv, theirs.fileno(), _environment(threads))
         except OSError:
             ours.close()
             raise
@@ -240,14 +243,13 @@ class ZygoteHandle:
             self._channel.send(message, fds)
 
 
-def _environment(ranks: int) -> dict[str, str]:
-    """Return the zygote's environment, which ranks inherit: OMP_NUM_THREADS is a rank's share of the cores, unless set.
+def _environment(threads: int) -> dict[str, str]:
+    """Return the zygote's environment, which ranks inherit: OMP_NUM_THREADS is ``threads``, unless it is set.
 
     The libraries in the zygote (OpenMP, MKL, OpenBLAS) read it there, once for all ranks, and so does what the ranks
     start or load later. A library's own variable (MKL_NUM_THREADS, OPENBLAS_NUM_THREADS) takes precedence in it.
     """
     env = dict(os.environ)
-    share = machine.share_of_cores(ranks)
-    if not env.get("OMP_NUM_THREADS") and share < machine.visible_cores():
-        env["OMP_NUM_THREADS"] = str(share)
+    if not env.get("OMP_NUM_THREADS") and threads < machine.visible_cores():
+        env["OMP_NUM_THREADS"] = str(threads)
     return env

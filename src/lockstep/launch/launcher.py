@@ -11,6 +11,7 @@ import selectors
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from lockstep import knobs
 from lockstep._files import describe
@@ -19,7 +20,8 @@ from lockstep.job import workers
 from lockstep.job.files import EXIT_SAVED, FailureRecord, JobFiles, StopNote
 from lockstep.job.page import Cell, Look, Pages
 from lockstep.job.summary import RunSummary, Summary
-from lockstep.launch.channel import Answer, Broken, Exited, Started, ZygoteHandle
+from lockstep.launch.binding import Binding, bind_ranks
+from lockstep.launch.channel import Answer, Broken, Exited, Fork, Started, ZygoteHandle
 from lockstep.launch.evidence import MachineFacts, memory_group
 from lockstep.launch.hangs import HangWatch
 from lockstep.launch.output import Streams
@@ -43,12 +45,21 @@ class Attempt:
         number: how many attempts came before on this machine.
         grace: seconds between asking the ranks to stop and killing them.
         trace: how many steps are traced, and how many come before them; None: none are.
+        binding: to which cores its ranks are bound.
     """
 
     def __init__(
-        self, round_: Round, *, home: str, number: int, grace: float, trace: tuple[int, int] | None = None
+        self,
+        round_: Round,
+        *,
+        home: str,
+        number: int,
+        grace: float,
+        trace: tuple[int, int] | None = None,
+        binding: Binding,
     ) -> None:
         self.round = round_
+        self.binding = binding
         self._trace = trace
         self.number = number
         self.began = time.monotonic()
@@ -74,12 +85,30 @@ class Attempt:
         self._told_of_failure = False
         self._outcome: Outcome | None = None
 
-    def environment(self, local_rank: int) -> dict[str, str | None]:
+    def fork(self, rank: int, job: dict[str, Any]) -> Fork:
+        """Return what the zygote is asked for: one rank of this machine, with its variables and cores.
+
+        Args:
+            rank: which.
+            job: what it is to run; see rank.py.
+        """
+        local_rank = self.local_rank[rank]
+        cpus = self.binding.of(local_rank)
+        return Fork(rank, self._environment(local_rank), job, None if cpus is None else sorted(cpus))
+
+    def _environment(self, local_rank: int) -> dict[str, str | None]:
         """Return the variables that one rank of this machine sees changed."""
         interface = None
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             interface = "lo" if is_loopback(self.round.address) else self.round.interface
-        return rank_environment(self.round, local_rank, folder=str(self.folder), interface=interface, trace=self._trace)
+        return rank_environment(
+            self.round,
+            local_rank,
+            folder=str(self.folder),
+            interface=interface,
+            trace=self._trace,
+            cores=self.binding.cores if self.binding.cpus else None,
+        )
 
     def steps(self, rank: int) -> tuple[int | None, int | None]:
         """Return the optimizer steps of the whole run, and those that ``rank`` has taken since this start; None where
@@ -161,13 +190,18 @@ class Launcher:
         round_: the machines that start together; where they have not met yet: this one alone.
         home: the job's private folder.
         recorder: writes down how the run goes.
+
+    Raises:
+        ValueError: the ranks can't be bound to cores as the job asks.
+        LaunchError: the job's files can't be written.
     """
 
     def __init__(self, spec: JobSpec, round_: Round, *, home: str, recorder: Recorder) -> None:
         self.spec = spec
         self.recorder = recorder
         self._home = home
-        self.attempt = Attempt(round_, home=home, number=0, grace=spec.grace, trace=spec.trace)
+        self._binding = bind_ranks(spec.bind, spec.nproc)
+        self.attempt = self._attempt(round_, number=0)
         self._tracer: Tracer | None = None
         #: The traceback of the zygote's failed imports; None: they have not failed.
         self.broken: str | None = None
@@ -179,7 +213,10 @@ class Launcher:
         self._told_of_loss = False
         try:
             self.zygote = ZygoteHandle(
-                home, ranks=spec.nproc, restarts=spec.max_restarts > 0 or spec.rendezvous is not None
+                home,
+                ranks=spec.nproc,
+                threads=self._binding.threads,
+                restarts=spec.max_restarts > 0 or spec.rendezvous is not None,
             )
         except BaseException:
             self.selector.close()
@@ -258,7 +295,7 @@ class Launcher:
         self._end_start()
         self._tell(self._end_trace())
         self.attempt.close()
-        self.attempt = Attempt(round_, home=self._home, number=number, grace=self.spec.grace, trace=self.spec.trace)
+        self.attempt = self._attempt(round_, number=number)
         self._record_start()
         return self.attempt
 
@@ -295,6 +332,12 @@ class Launcher:
         self.zygote.close()
         self.attempt.close()
 
+    def _attempt(self, round_: Round, *, number: int) -> Attempt:
+        spec = self.spec
+        return Attempt(
+            round_, home=self._home, number=number, grace=spec.grace, trace=spec.trace, binding=self._binding
+        )
+
     def _record_progress(self, now: float) -> None:
         hangs, states = self.attempt.hangs, self.policy.states
         progress = hangs.known(now) if self._speaks_for_all else hangs.progress()
@@ -329,6 +372,11 @@ class Launcher:
             job_folder=attempt.folder,
             machines=self._machines,
             restarts=attempt.round.number,
+            bound={
+                rank: cpus
+                for rank, local_rank in attempt.local_rank.items()
+                if (cpus := attempt.binding.of(local_rank))
+            },
         )
         self._tracer = Tracer(
             self.recorder.make_folder,

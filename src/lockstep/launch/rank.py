@@ -24,7 +24,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
 from lockstep import knobs, tracebacks
-from lockstep.errors import LockstepError, code_of, named, said
+from lockstep.errors import LaunchError, LockstepError, code_of, named, said
 from lockstep.identity import Identity, place
 from lockstep.job import flight, terminal, tracing
 from lockstep.job.files import EXIT_SAVED, FailureRecord
@@ -32,6 +32,7 @@ from lockstep.job.page import Cell, Phase
 from lockstep.job.stop import interrupt_once
 from lockstep.launch import preload, processes
 from lockstep.launch.processes import SAVE, STOPPING
+from lockstep.topology import format_cpus
 
 #: The exit code that a shell reports for a process that SIGINT ended.
 INTERRUPTED = 128 + signal.SIGINT
@@ -51,12 +52,14 @@ class Task:
     fds: list[int]
     #: The stopping signals that the user's shell had ignored when it started the job.
     shielded: frozenset[signal.Signals]
+    #: The CPUs that it is bound to; None: it is not.
+    cpus: Sequence[int] | None = None
 
 
 def live(task: Task) -> NoReturn:
     """Run the task, and end through Python's own finalization: threads, atexit functions, buffers."""
     _become(task)
-    _run(_program(task), task.rank, silent=task.job["kind"] == "call", shared=task.job.get("shared", False))
+    _run(lambda: _bound(task), task.rank, silent=task.job["kind"] == "call", shared=task.job.get("shared", False))
     raise SystemExit(0)
 
 
@@ -169,6 +172,20 @@ class _Tie:
         forked_by = multiprocessing.parent_process()
         if threading.get_ident() == self.main_thread and forked_by is not None and forked_by.pid == self.parent:
             processes.die_with_parent(self.parent)
+
+
+def _bound(task: Task) -> None:
+    """Bind this rank to its cores, and run its program. See Note [Where a rank is bound] in binding.py."""
+    if task.cpus is not None:
+        try:
+            os.sched_setaffinity(0, task.cpus)
+        except OSError as error:
+            raise LaunchError(
+                f"rank {task.rank} can't be bound to the cores {format_cpus(task.cpus)}: {error.strerror}. The job "
+                f"had them when it started, and has {format_cpus(os.sched_getaffinity(0))} now: start it again, or "
+                "with --bind none"
+            ) from error
+    _program(task)()
 
 
 def _program(task: Task) -> Callable[[], None]:

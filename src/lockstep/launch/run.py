@@ -337,7 +337,7 @@ class _Run:
             fds = self._streams.open(local_rank, rank)
             if self._streams.log(local_rank) is not None:
                 job["logged"] = True
-            self._fork(Fork(rank, attempt.environment(local_rank), job), fds)
+            self._fork(attempt.fork(rank, job), fds)
         if self._logs.moved is not None and self._logs.restart == 0:
             say(self._logs.moved)
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import EnvironmentMismatch, LaunchError, RankFailed
 from lockstep.job.files import EXIT_SAVED
 from lockstep.launch import report
-from lockstep.launch.channel import Fork
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
 from lockstep.launch.output import LogFolder
@@ -62,7 +61,8 @@ def spawn(
         RankFailed: a rank raised or died; the others were stopped. The message holds the rank's traceback.
         LaunchError: the ranks could not be started, or could not import ``__main__`` again.
         EnvironmentMismatch: ``MASTER_PORT`` is not a port.
-        ValueError: ``nprocs`` is less than 1, or ``start_method`` is another.
+        ValueError: ``nprocs`` is less than 1, ``start_method`` is another, or the ranks can't be bound to cores as
+            ``LOCKSTEP_BIND`` says.
     """
     if nprocs < 1:
         raise ValueError(f"nprocs={nprocs}: expected at least 1")
@@ -156,8 +156,7 @@ class SpawnContext:
         for rank in attempt.local_rank:
             with _Parcel({**preparation, "name": f"rank-{rank}"}, fn, args) as parcel:
                 job = {"kind": "call", "shared_tracker": parcel.tracker is not None}
-                fork = Fork(rank, attempt.environment(rank), job)
-                self._launcher.zygote.fork(fork, parcel.descriptors())
+                self._launcher.zygote.fork(attempt.fork(rank, job), parcel.descriptors())
 
     def _turn(self, deadline: float | None) -> None:
         """Wait for the zygote to say something, or for the time to act, and act on it."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from lockstep import knobs
 from lockstep._files import local_path
 from lockstep.errors import EnvironmentMismatch
+from lockstep.launch.binding import Bind
 from lockstep.rendezvous.messages import Options, Round
 from lockstep.schedulers.place import node as scheduler_node
 from lockstep.text import counted, joined
@@ -100,6 +101,8 @@ class JobSpec:
     price: float | None = None
     #: The number of traced steps, and of the steps before them; None: no step is traced.
     trace: tuple[int, int] | None = field(default_factory=knobs.trace)
+    #: To which cores the ranks are bound.
+    bind: Bind = field(default_factory=lambda: Bind(knobs.bind()))
     #: The limit on restarts of all ranks after one failed.
     max_restarts: int = 0
     #: The rendezvous with other machines' launchers; None: the machines are known beforehand.
@@ -173,6 +176,7 @@ def rank_environment(
     folder: str,
     interface: str | None = None,
     trace: tuple[int, int] | None = None,
+    cores: int | None = None,
 ) -> dict[str, str | None]:
     """Return the variables that one rank sees changed; None means unset.
 
@@ -182,6 +186,7 @@ def rank_environment(
         folder: the private folder of this start of the job.
         interface: the network device that gloo is to use, whatever the host's name resolves to; None: it chooses.
         trace: how many steps are traced, and how many come before them; None: none are.
+        cores: those that the ranks of this machine share, if each is bound to some of them.
     """
     env: dict[str, str | None] = dict(round_.identity(local_rank).to_environment())
     env["MASTER_ADDR"], env["MASTER_PORT"] = round_.address, str(round_.port)
@@ -189,6 +194,7 @@ def rank_environment(
     env[knobs.RESTART] = env["TORCHELASTIC_RESTART_COUNT"] = str(round_.number)  # the latter is what torchrun sets
     env[knobs.STORE] = f"{folder}/store" if len(round_.ranks) == 1 else None
     env[knobs.TRACE] = None if trace is None else f"{trace[0]}:{trace[1]}"
+    env[knobs.CORES] = None if cores is None else str(cores)
     env[knobs.ROUND] = f"{round_.job} {round_.number}" if round_.job else None
     if round_.served:
         env["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # torch's env:// rendezvous reads it: no rank serves the store

@@ -140,7 +140,7 @@ class _Zygote:
         if pid == 0:
             processes.die_with_parent(zygote)
             self._leave_to_the_zygote()
-            return rank.Task(request.rank, request.env, request.job, fds, self._shielded)
+            return rank.Task(request.rank, request.env, request.job, fds, self._shielded, request.cpus)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, SAVE))
         for fd in fds:
             os.close(fd)

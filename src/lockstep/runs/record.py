@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from lockstep.job.notes import CHECKPOINT, LOG, NONFINITE, UNWRITTEN, Notes, unw
 from lockstep.job.page import Phase
 from lockstep.job.summary import RunSummary
 from lockstep.runs.series import SeriesWriter
+from lockstep.topology import format_cpus
 from lockstep.version import __version__
 
 #: The version of run.json.
@@ -91,6 +92,7 @@ class Recorder:
         job_folder: Path,
         machines: Sequence[tuple[str, int]] = (),
         restarts: int = 0,
+        bound: Mapping[int, Iterable[int]] | None = None,
     ) -> None:
         """The ranks are started, for the ``number``-th time, from 0.
 
@@ -102,6 +104,7 @@ class Recorder:
             job_folder: the private folder of this start.
             machines: the name of each machine of the job, and how many ranks it has; empty: this one is alone.
             restarts: those of the job before this start.
+            bound: the CPUs that each rank of this machine is bound to; empty or None: to none.
         """
         self._take_notes()
         if not self._about["starts"]:
@@ -116,6 +119,7 @@ class Recorder:
             "folder": str(job_folder),
             "machines": [list(each) for each in machines],
             "restarts": restarts,
+            "bound": {str(rank): format_cpus(cpus) for rank, cpus in (bound or {}).items()},
         }
 
     def add(self, ranks: Mapping[int, Progress], pids: Mapping[int, int | None]) -> None:

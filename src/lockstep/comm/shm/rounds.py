@@ -107,7 +107,7 @@ class Rounds:
         self._key = memoryview(b"")
         self._fresh = False  # its fingerprint has not been compared yet
         self._timeout = 0.0
-        crowded = self.size > machine.cores()
+        crowded = self.size > machine.cores_of_all_ranks()
         self._polls = 1 if crowded else _POLLS
         self._yielding = _YIELDING_CROWDED if crowded else _YIELDING
 

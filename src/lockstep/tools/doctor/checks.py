@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep import _proc, installation, machine
+from lockstep.launch.binding import Bind, bind_ranks
 from lockstep.launch.evidence import machine_memory, memory_group
 from lockstep.launch.ports import is_free
 from lockstep.launch.run import descriptors
@@ -98,6 +99,9 @@ def check_cores(task: CheckTask) -> Iterator[Finding]:
         words.append(f"the affinity mask has {visible} of the machine's {everything}")
     if quota is not None:
         words.append(f"the container's quota is {quota:g}")
+    binding = bind_ranks(Bind.AUTO, task.ranks)
+    if binding.cpus:
+        words.append(f"lockstep run binds {binding.describe()}")
     summary = "; ".join(words)
     on_cpu = not machine.gpus()
     if on_cpu and task.ranks > cores:

@@ -31,6 +31,8 @@ def describe() -> str:
         ("system", f"{found['system']}, Linux {found['kernel']}, {found['libc']}, {found['architecture']}"),
         ("processor", found["processor"]),
         ("cores", _cores(found)),
+        ("topology", found["topology"]),
+        ("binding", found["binding"]),
         ("memory", _memory(found)),
         ("/dev/shm", _shared()),
         ("GPUs", f"{found['visible_gpus']} visible of {found['gpus']}" if found["gpus"] else "none"),

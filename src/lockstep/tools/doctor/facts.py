@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import _proc, machine
+from lockstep.launch.binding import Bind, bind_ranks
 from lockstep.launch.evidence import machine_memory, memory_group
+from lockstep.launch.spec import parse_ranks
+from lockstep.text import counted
+from lockstep.topology import Topology, format_cpus
 from lockstep.version import __version__
 
 #: Packages whose versions decide what a job does.
@@ -37,6 +41,9 @@ def collect() -> dict[str, Any]:
         "cores": machine.cores(),
         "cores_of_the_machine": os.cpu_count(),
         "quota": machine.cpu_quota(),
+        "affinity": format_cpus(os.sched_getaffinity(0)),
+        "topology": Topology.read().describe(),
+        "binding": binding(),
         "memory": machine_memory(),
         "memory_limit": None if group is None else group.limit(),
         "gpus": machine.gpus({}),
@@ -53,6 +60,12 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
+
+
+def binding() -> str:
+    """Return to which cores ``lockstep run`` binds ranks here, if nobody says how many and how."""
+    ranks = parse_ranks("auto", cores=machine.cores(), gpus=machine.gpus())
+    return f"{bind_ranks(Bind.AUTO, ranks).describe()} (--bind auto, {counted(ranks, 'rank')})"
 
 
 def driver() -> str:

@@ -23,6 +23,7 @@ from importlib import resources
 from typing import Any
 
 from lockstep.job.page import Phase
+from lockstep.launch.binding import in_words
 from lockstep.runs.history import Run
 from lockstep.text import as_duration
 from lockstep.tools.report import drawing, pixels, scales
@@ -455,6 +456,9 @@ def _facts(machine: Run) -> Iterable[tuple[str, str]]:
     if known:
         gpus = f", {known.get('gpus')} GPUs" if known.get("gpus") else ""
         yield "processor", f"{known.get('processor', '?')}, {known.get('cores', '?')} cores{gpus}"
+        bound = about["starts"][-1].get("bound") if about["starts"] else None
+        if bound:
+            yield "bound", in_words({int(rank): cpus for rank, cpus in bound.items()})
         yield "system", f"Linux {known.get('kernel', '?')}, {known.get('architecture', '?')}"
         yield (
             "versions",

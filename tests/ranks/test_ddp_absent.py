@@ -46,7 +46,7 @@ def _inputs(step: int) -> Tensor:
 
 
 def _train(plan: _Plan, nested: bool) -> tuple[list[tuple[int, int]], list[list[float]]]:
-    """Train with the heads of ``plan[step][rank]``; of each step (sent during backward, all buckets), then the weights."""
+    """Train with the heads of ``plan[step][rank]``; return (sent during backward, all buckets) by step, and weights."""
     world = lockstep.init(backend="gloo")
     torch.manual_seed(0)
     model = _Heads(nested=nested)

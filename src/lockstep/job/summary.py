@@ -23,6 +23,7 @@ from typing import Any
 from lockstep.codes import CodedEnum
 from lockstep.job.account import FEWEST_LOOKS, FEWEST_STEPS, Ledger, Progress, TimeAccount
 from lockstep.job.growth import Growth, find_growth
+from lockstep.job.hang import WARM
 from lockstep.job.page import NAMES, Phase
 from lockstep.job.stretches import Stretch, find
 from lockstep.job.useful import UsefulTime
@@ -36,6 +37,8 @@ _WORTH, _NEARLY_ALL = 0.01, 0.8
 #: The part of a rank's time that pauses of the garbage collector take before they are told, and that of the run that
 #: passes before its second step.
 _COLLECTED, _STARTING = 0.01, 0.1
+#: Seconds in which an idle machine's launcher surely looks often enough for a verdict.
+_SURELY_ENOUGH = 2
 #: The most ranks with a row of their own, and the most stretches that are told.
 _ROWS, _STRETCHES = 16, 5
 #: The useful time of what is no whole run.
@@ -238,8 +241,18 @@ class Summary(TimeAccount):
             Bottleneck.INPUT: "give the loader more workers: DataLoader(…, num_workers=4, persistent_workers=True)",
             Bottleneck.COMMUNICATION: "take a larger batch or fewer ranks: a step computes too little for its average",
             Bottleneck.TURNS: "lockstep runs report shows who is waited for, and when",
-            Bottleneck.SHORT: f"train for {FEWEST_STEPS} steps and two seconds or more to get a verdict",
+            Bottleneck.SHORT: f"train for {self._missing()} to get a verdict",
         }.get(self.bottleneck, "lockstep runs report draws the run; lockstep runs plan estimates more ranks")
+
+    def _missing(self) -> str:
+        """What the run lacks for a verdict: steps, seconds, or both."""
+        wanted = []
+        if self.steps < FEWEST_STEPS:
+            wanted.append(f"{FEWEST_STEPS} steps or more after the first {WARM}")
+        if self.looks < FEWEST_LOOKS:  # as many seconds as they take at the pace so far, on a busy machine
+            pace = self.seconds / self.looks if self.looks else 0.0
+            wanted.append(f"{max(_SURELY_ENOUGH, math.ceil(FEWEST_LOOKS * pace))} seconds or more")
+        return joined(wanted)
 
     def remarks(self) -> list[str]:
         """Return what else there is to say, a line each: of GPUs, stretches, memory, and the garbage collector."""

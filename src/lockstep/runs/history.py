@@ -139,6 +139,21 @@ class Run:
         return self.about.get("summary")
 
     @property
+    def events(self) -> list[dict[str, Any]]:
+        """What happened, in order, as the launcher noted it. That late ranks have moved on is no event of its own: it
+        is said in that of their lateness, ``over`` with the second ``until``."""
+        found: list[dict[str, Any]] = []
+        late: dict[str, Any] = {}
+        for event in self.about["events"]:
+            if event.get("kind") == "late" and event.get("over") is True and late.get("over") is False:
+                late |= {"over": True, "until": event.get("at"), "text": f"{late.get('text')}\n{event.get('text')}"}
+                continue
+            found.append(dict(event))
+            if event.get("kind") == "late":
+                late = found[-1]
+        return found
+
+    @property
     def remarks(self) -> list[str]:
         """What there is to say of what the script has logged, a line each: numbers that were not finite."""
         return [_printable(line) for line in nonfinite_in_words(self.about)]

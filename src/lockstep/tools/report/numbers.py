@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,8 @@ from lockstep.errors import LockstepError
 from lockstep.job.page import NAMES, Phase
 from lockstep.runs import history, reckoning
 from lockstep.runs.history import Run, UnknownRun
+from lockstep.runs.record import RunEnd
+from lockstep.text import counted
 from lockstep.tools.report.bins import NAN, Grid, Span, Start, Table, read_spans
 from lockstep.tools.report.logged import Metric, read_metrics
 
@@ -305,23 +307,35 @@ def _host(span: Span, rank: int) -> str:
 def _marks(machines: Sequence[Run], began: float, starts: Sequence[Start]) -> list[Marker]:
     """Return what has happened, in order; what several machines tell in the same words is said once."""
     marks = [
-        Marker(start.at, "restart", f"started again, on {start.world_size} ranks ({start.number}. restart)")
+        Marker(start.at, "restart", f"restart {start.number}, on {counted(start.world_size, 'rank')}")
         for start in starts
         if start.number
     ]
     said: set[tuple[str, str]] = set()
     for machine in machines:
         shift, about = machine.began - began, machine.about
-        for event in about["events"]:
-            kind, text = str(event.get("kind", "")), str(event.get("text", ""))
+        for at, kind, text in (*_events(machine), *_end(machine)):
             if (kind, text) not in said or len(machines) == 1:
                 said.add((kind, text))
-                marks.append(Marker(_number(event.get("at")) + shift, kind, text))
+                marks.append(Marker(at + shift, kind, text))
         for each in about.get("checkpoints", ()):
             marks.append(
                 Marker(_number(each.get("at")) + shift, "checkpoint", f"checkpoint at step {each.get('step')}")
             )
     return sorted(marks, key=lambda mark: mark.at)
+
+
+def _events(machine: Run) -> Iterator[tuple[float, str, str]]:
+    for event in machine.events:
+        yield _number(event.get("at")), str(event.get("kind", "")), str(event.get("text", ""))
+
+
+def _end(machine: Run) -> Iterator[tuple[float, str, str]]:
+    """Yield how a run ended, if something was said of it: by which signal, say, and where it has saved."""
+    text = (machine.about.get("end") or {}).get("text")
+    if text and "ended" in machine.about:
+        kinds = {RunEnd.SAVED: "stopped", RunEnd.STOPPED: "stopped", RunEnd.FAILED: "failed"}
+        yield float(machine.about["ended"]) - machine.began, kinds.get(machine.end, "ended"), str(text)
 
 
 def _verdict(summary: dict[str, Any] | None) -> str:

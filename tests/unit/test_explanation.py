@@ -222,8 +222,6 @@ def test_what_is_damaged_or_missing_is_said_to_be_unknown(tmp_path: Path) -> Non
     told = _told(write_record(tmp_path / "run"))  # no series
     assert (told["steps"], told["verdict"], told["useful"]) == (None, None, None)
     assert told["unknown"][0].startswith("steps and times: UnknownRun: [Errno 2] No such file")
-    told = _told(_run(tmp_path / "odd", summary={"step": 0.1, "ranks": {}}, events=[{"kind": "late", "at": "x"}]))
-    assert (told["verdict"], told["unknown"][0]) == (None, "steps and times: KeyError: 'straggler'")
     folder = write_record(tmp_path / "none", exit_code=1)
     about = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**about, "starts": []}))
@@ -232,18 +230,6 @@ def test_what_is_damaged_or_missing_is_said_to_be_unknown(tmp_path: Path) -> Non
     assert "where its time went: fewer than two steps were seen" in told["unknown"]
     assert "which rank failed: the record names none" in told["unknown"]
     assert "not known: " in _explained(tmp_path / "none")
-
-
-@pytest.mark.parametrize("about", [{"checkpoints": [{"at": 1.0}]}, {"end": {"code": "run-done", "text": {}}}])
-@pytest.mark.parametrize("words", [(), ("--json",)])
-def test_a_damaged_record_is_one_line(tmp_path: Path, about: dict[str, Any], words: tuple[str, ...]) -> None:
-    folder = _run(tmp_path / "run", **about)
-    done = CliRunner().invoke(main, ["runs", "explain", str(folder), *words])
-    assert done.exit_code in (0, 2), done.output
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    if done.exit_code:
-        (line,) = done.stderr.splitlines()
-        assert "the record is damaged" in line
 
 
 def test_numbers_that_were_not_finite_are_told(tmp_path: Path) -> None:

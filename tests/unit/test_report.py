@@ -83,6 +83,9 @@ def test_a_summary_is_the_verdict(tmp_path: Path) -> None:
         "verdict": "balanced: data 15%",
         "remarks": ["on the GPUs: forward 90%"],
         "ranks": {},
+        "watched": {"steps": 12, "seconds": 6.0},
+        "straggler": None,
+        "stretches": [],
     }
     write_series(write_record(tmp_path, summary=summary) / "series-0.bin")
     found = _account(tmp_path)
@@ -460,6 +463,7 @@ def test_names_of_users_stay_text(tmp_path: Path) -> None:
     about = {"program": [_EVIL], "directory": _EVIL, "host": _EVIL, "events": evil, "environment": variables}
     words = {"headline": _EVIL, "verdict": f"{_EVIL}: {_EVIL}", "remarks": [_EVIL]}
     summary: dict[str, Any] = {"bottleneck": _EVIL, "step": 0.1, "samples_per_second": None, "ranks": {}, **words}
+    summary |= {"watched": {"steps": 1, "seconds": 0.1}, "straggler": None, "stretches": []}
     plain = _Tags(page.build(_account(_with_log(tmp_path / "plain", log))))
     built = page.build(_account(_with_log(tmp_path / "run", log, **about, summary=summary)))
     found = _Tags(built)
@@ -604,7 +608,7 @@ def _break(folder: Path, what: str) -> str:
             return f"{folder.name}: its ranks have taken no step: nothing to show"
         case "half a start":
             record.write_text(json.dumps({**about, "starts": [{"series": "series-0.bin"}]}))
-            return f"{record}: not a whole record of a run (KeyError: 'world_size')"
+            return f"{record}: the record is damaged: starts[0] at, number, world_size missing"
     raise AssertionError(what)
 
 

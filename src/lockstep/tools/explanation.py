@@ -51,10 +51,7 @@ class Explanation:
         summary, troubles = None, []
         try:
             seconds, steps = run.seconds, run.steps
-            found = reckoning.summary_of(run)
-            if found is not None:
-                _verdict(found)  # of a damaged one nothing is told
-            summary = found
+            summary = reckoning.summary_of(run)
         except (UnknownRun, AttributeError, KeyError, TypeError, ValueError) as error:
             troubles.append(f"steps and times: {named(error)}")
         return cls(run, seconds, steps, summary, tuple(troubles))

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from lockstep.errors import LockstepError
 from lockstep.job.page import NAMES, Phase
 from lockstep.runs import history, reckoning
 from lockstep.runs.history import Run, UnknownRun
@@ -109,8 +108,8 @@ def collect(run: Run) -> Account:
 
 
 def _collect(run: Run) -> Account:
-    machines = [run, *_others(run)]
     notes: list[str] = []
+    machines = [run, *_others(run, notes)]
     own = read_spans(run, 0.0, notes)
     known = {rank for span in own for rank in span.ranks}  # of other machines as well, where their launchers have told
     elsewhere = (span for other in machines[1:] for span in read_spans(other, other.began - run.began, notes))
@@ -160,13 +159,15 @@ def _collect(run: Run) -> Account:
 # The records ---------------------------------------------------------------------------------------------------------
 
 
-def _others(run: Run) -> list[Run]:
-    """Return the records that the job's other machines have left in the same folder."""
+def _others(run: Run, notes: list[str]) -> list[Run]:
+    """Return the records that the job's other machines have left in the same folder; ``notes`` gets those that can't be
+    read."""
     found = []
     for path in sorted(run.path.parent.glob("run*.json")):
         try:
             other = history.read(path)
-        except LockstepError:
+        except UnknownRun as error:
+            notes.append(str(error))
             continue
         same = other.about["program"] == run.about["program"] and other.about.get("node") != run.about.get("node")
         if path != run.path and same and _overlap(run, other):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,7 +36,7 @@ _NAMED = {
 _PICTURES = (".png", ".svg")
 #: Of files that are shown as they are.
 _LANGUAGES = {".py": "python", ".pyi": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml"}
-#: Section of the index -> the folder whose pages it takes, also where the index does not list them.
+#: Section of the index -> the folder whose pages it takes where no section lists them.
 _FOLDERS = {"Start": "guides", "Symptoms": "symptoms"}
 
 _HEADING = re.compile(r"# (.+)")
@@ -104,6 +104,10 @@ def contents(index: Path = INDEX, pages: Mapping[Path, str] | None = None) -> Co
     head, *parts = re.split(r"^## ", index.read_text(), flags=re.MULTILINE)
     title, _, words = head.partition("\n")
     sections = [_section(index, part, pages) for part in parts]
+    listed = {item.page for section in sections for item in section.items}  # anywhere, so that no page is there twice
+    sections = [
+        replace(section, items=(*section.items, *_unlisted(section.title, listed, pages))) for section in sections
+    ]
     return Contents(title.removeprefix("# "), linked(words.strip(), index, pages), tuple(sections))
 
 
@@ -118,12 +122,15 @@ def _section(index: Path, part: str, pages: Mapping[Path, str]) -> Section:
             lead = []
         else:
             lead.append(line)
-    listed = {item.page for item in items}
+    return Section(title, tuple(items))
+
+
+def _unlisted(title: str, listed: Collection[str], pages: Mapping[Path, str]) -> Iterator[Item]:
+    """Yield the pages of a section's folder that no section lists."""
     folder = _FOLDERS.get(title)
     if folder is not None:
         more = sorted(DOCS.glob(f"{folder}/*.md"), key=lambda path: (path.stem != "index", path.stem))
-        items += [_item(path, pages[path]) for path in more if pages[path] not in listed]
-    return Section(title, tuple(items))
+        yield from (_item(path, pages[path]) for path in more if pages[path] not in listed)
 
 
 def _items(index: Path, line: str, pages: Mapping[Path, str]) -> Iterator[Item]:

@@ -12,42 +12,55 @@ import lockstep
 
 
 class Losses:
-    """Adds up losses on the device and asks the other ranks only now and then.
+    """Adds up the losses of all ranks on the device: those since the last row of a table, and those of the epoch.
 
-    Its state is the epoch's sum over all ranks up to the last :meth:`window`, so that a run resumed within an epoch
-    still knows the epoch's mean.
+    Every rank has the same sums after each step, so a checkpoint of any step has all of them: also one that is saved
+    between two rows because the run is asked to stop.
     """
 
     def __init__(self, world: lockstep.World, device: torch.device) -> None:
         self._world = world
-        #: This rank's sum of losses and number of pictures since the last window: float64 [2], on the device.
-        self._mine = torch.zeros(2, dtype=torch.float64, device=device)
-        self._epoch = (0.0, 0)
+        #: The sum of losses and the number of pictures, of all ranks: float64 [2], on the device.
+        self._row = torch.zeros(2, dtype=torch.float64, device=device)
+        self._epoch = torch.zeros_like(self._row)
+        #: The number of batches since the last row.
+        self.batches = 0
 
     def add(self, loss: Tensor, pictures: float) -> None:
-        """A mean over so many pictures of this rank. Does not wait for the device."""
+        """**Collective.** Add a mean over so many pictures of this rank. Does not wait for a GPU."""
+        mine = torch.zeros_like(self._row)
         if pictures:  # the mean over none is NaN
-            self._mine[0] += loss.detach().to(self._mine.device) * pictures
-            self._mine[1] += pictures
+            mine[0] = loss.detach().to(mine.device) * pictures
+            mine[1] = pictures
+        everyones = self._world.all_reduce(mine)
+        self._row += everyones
+        self._epoch += everyones
+        self.batches += 1
 
-    def window(self) -> tuple[float, int]:
-        """**Collective.** Return the mean since the last call, over all ranks, and of how many pictures (0: no
-        mean)."""
-        total, count = self._world.all_reduce(self._mine).tolist()
-        self._mine.zero_()
-        self._epoch = (self._epoch[0] + total, self._epoch[1] + int(count))
-        return (total / count if count else float("nan")), int(count)
+    def row(self) -> tuple[float, int]:
+        """Return the mean since the last row, and of how many pictures (0: no mean); the next row begins with none."""
+        found = _mean(self._row)
+        self._row.zero_()
+        self.batches = 0
+        return found
 
     def epoch(self) -> tuple[float, int]:
-        """Return the same of the epoch up to the last window; the next epoch begins with nothing."""
-        total, count = self._epoch
-        self._epoch = (0.0, 0)
-        return (total / count if count else float("nan")), count
+        """Return the same of the epoch; the next epoch begins with none."""
+        found = _mean(self._epoch)
+        self._epoch.zero_()
+        return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch so far."""
-        return {"sum": self._epoch[0], "pictures": self._epoch[1]}
+        """Return the sums so far; the same on every rank."""
+        return {"row": self._row.tolist(), "epoch": self._epoch.tolist(), "batches": self.batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume within an epoch."""
-        self._epoch = (float(state["sum"]), int(state["pictures"]))
+        """Resume within an epoch, also between two rows."""
+        for sums, saved in ((self._row, state["row"]), (self._epoch, state["epoch"])):
+            sums.copy_(torch.tensor(saved, dtype=sums.dtype))
+        self.batches = int(state["batches"])
+
+
+def _mean(sums: Tensor) -> tuple[float, int]:
+    total, pictures = sums.tolist()
+    return (total / pictures if pictures else float("nan")), int(pictures)

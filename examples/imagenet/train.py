@@ -125,20 +125,17 @@ def train_epoch(run: Run, records: Records, epoch: int) -> None:
     run.computing.model.train()
 
     def write_row() -> None:
-        loss, pictures = run.losses.window()
+        loss, pictures = run.losses.row()
         if pictures:
             row = {"step": saved.step, "epoch": epoch, "lr": _rate(run), "loss": loss, "pictures": pictures}
             records.add("steps", row)
 
-    since_row = 0
     bar = lockstep.track(run.loader, f"epoch {epoch + 1}/{options.epochs}")
     for batch in bar:
         loss = train_step(run, batch)
-        since_row += 1
         saves = options.save_every and saved.step % options.save_every == 0 and loss is not None
-        if saves or since_row == options.log_every:
+        if saves or run.losses.batches == options.log_every:
             write_row()
-            since_row = 0
         if saves:
             save(run, epoch_done=False)
         if loss is not None:

@@ -73,7 +73,6 @@ def fit(run: Run) -> None:
         begun = time.monotonic()
         title = f"epoch {epoch + 1:2d}/{epochs}"
         train_epoch(run, title)
-        run.losses.window()
         loss, _ = run.losses.epoch()
         run.score = evaluate(run.world, run.computing, run.data)
         run.log({"test/mean_iou": run.score.mean_iou, "test/accuracy": run.score.accuracy}, samples=1)
@@ -88,18 +87,21 @@ def train_epoch(run: Run, title: str) -> None:
     bar = lockstep.track(loader.steps() if options.slices else loader, title)
     for step in bar:
         # In slices a step is a loop over this rank's parts of the global batch; else it is the one part itself.
+        total = torch.zeros((), dtype=torch.float64, device=run.computing.device)
+        counted = 0  # the losses are added up once a step, since another rank may have more parts
         for batch in step if options.slices else [step]:
             pixels = int((batch.masks != IGNORED).sum())
             run.world.weigh(pixels)  # what the loss is the mean of: the average is exact over the pixels of all ranks
             loss = run.computing.losses(batch).sum() / max(1, pixels)
             loss.backward()
             run.log(loss=loss, lr=run.scheduler.get_last_lr()[0])
-            run.losses.add(loss, pixels)
+            total += loss.detach().to(total) * pixels
+            counted += pixels
+        run.losses.add(total / max(1, counted), counted)
         run.optimizer.step()
         run.optimizer.zero_grad()
         run.scheduler.step()
         if options.save_every and saved.step % options.save_every == 0:
-            run.losses.window()
             saved.save()
 
 

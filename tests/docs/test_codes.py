@@ -14,7 +14,10 @@ import lockstep
 from lockstep.cli.terminal import OtherError
 from lockstep.codes import CodedEnum
 from lockstep.errors import LockstepError, code_of
+from lockstep.job import summary
+from lockstep.job.page import Phase
 from lockstep.tools.doctor.findings import Problem
+from lockstep.tools.report.numbers import phase_name
 
 PAGE = Path(__file__).parents[2] / "docs" / "codes.md"
 PACKAGE = Path(lockstep.__file__).parent
@@ -99,3 +102,11 @@ def test_a_class_of_a_users_has_the_code_of_ours() -> None:
 
     assert code_of(Derived("x")) == lockstep.ReplicaMismatch("x").code == "replica-mismatch"
     assert code_of(ValueError("x")) is None
+
+
+def test_each_phase_has_its_key_and_its_words() -> None:
+    text = (PAGE.parent / "json.md").read_text()
+    part = text.partition("**Phases.**")[2].partition("##")[0]
+    table = re.findall(r"^\| `(\w+)` \| ([\w ]+) \| ([\w –]+) \|$", part, re.MULTILINE)
+    columns = {phase: name for name, phases in summary._COLUMNS.items() for phase in phases}
+    assert table == [(phase.name.lower(), phase_name(phase), columns.get(phase, "–")) for phase in Phase]

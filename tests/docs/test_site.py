@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -159,6 +160,11 @@ def test_every_document_is_in_the_list_of_pages() -> None:
     assert [section.title for section in site_pages.contents().sections] == [
         "Start", "Tasks", "Symptoms", "Reference", "How it works",
     ]  # fmt: skip
+
+
+def test_each_page_is_in_one_section() -> None:
+    times = Counter(item.page for section in site_pages.contents().sections for item in section.items)
+    assert {page: count for page, count in times.items() if count > 1} == {}
 
 
 def test_the_list_of_pages_names_one_with_words_or_several_and_takes_whole_folders(

@@ -121,7 +121,7 @@ def test_a_step_with_an_average_that_is_not_finite_is_left_out(way: str, world_s
     for rank, texts in enumerate(said):
         assert len(texts) == (2 if rank in (0, last) else 0), texts
         for step, text in zip(BAD, texts, strict=False):
-            assert f"rank {rank} of {world_size}, step {step}: the averaged gradients are infinite or NaN" in text
+            assert f"rank {rank} of {world_size}, step {step + 1}: the averaged gradients are infinite or NaN" in text
             assert f"2.weight' on rank {last} are. This step of AdamW was left out on every rank" in text
 
 
@@ -374,8 +374,8 @@ def _by_hand() -> None:
 def test_parameters_that_were_stepped_by_hand_are_found_in_the_next_backward() -> None:
     for rank, outcome in enumerate(collect_outcomes(_by_hand, 2)):
         assert outcome.error == "NonFiniteGradient", outcome.traceback
-        assert f"rank {rank} of 2, step 2: an average of gradients was infinite or NaN" in str(outcome.message)
-        assert "step 1: of '0.bias'" in str(outcome.message)
+        assert f"rank {rank} of 2, step 3: an average of gradients was infinite or NaN" in str(outcome.message)
+        assert "step 2: of '0.bias'" in str(outcome.message)
         assert "it has reached the parameters: '0.weight'" in str(outcome.message)
 
 

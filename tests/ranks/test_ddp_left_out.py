@@ -37,7 +37,7 @@ def test_a_rank_that_leaves_a_backward_out_is_found_in_the_next(way: str) -> Non
     for outcome in collect_outcomes(_leaves_one_out, 2, way):
         assert outcome.error == "CollectiveMismatch", outcome.traceback
         message = str(outcome.message)
-        assert "rank 0 of 2, step 2" in message or "rank 1 of 2, step 2" in message
+        assert "rank 0 of 2, step 3" in message or "rank 1 of 2, step 3" in message
         assert re.search(r"rank 1[^;\n]*after 1 forward without a backward", message), message
         assert not re.search(r"rank 0 [^;\n]*after 1 forward", message), message
         assert "Decide that on all ranks together" in message

@@ -266,7 +266,7 @@ def _late_portion_on_one_rank() -> None:
         _deliver(reducer, [3], step)
         if step == 1 and w.rank == 1:
             _deliver(reducer, [3], step)  # its bucket is on its way
-            assert "rank 1 of 2, step 1: parameter 'p3' received more" in str(reducer.finish().mistake)
+            assert "rank 1 of 2, step 2: parameter 'p3' received more" in str(reducer.finish().mistake)
             continue
         _deliver(reducer, [2, 1, 0], step)
         assert reducer.finish().mistake is None

@@ -590,8 +590,8 @@ def _non_finite(check: Any, hooked: bool) -> list[str]:
 def test_a_non_finite_gradient_is_warned_about_where_it_is_and_on_rank_0(check: str) -> None:
     first, second, third = run_ranks(_non_finite, 3, check, False)
     assert (len(first), len(second), len(third)) == (1, 1, 0)
-    assert "rank 0 of 3, step 1: infinite or NaN gradients before averaging: of '4.bias' on rank 1. " in first[0]
-    assert "rank 1 of 3, step 1: infinite or NaN gradients before averaging: of '4.bias' on rank 1. " in second[0]
+    assert "rank 0 of 3, step 2: infinite or NaN gradients before averaging: of '4.bias' on rank 1. " in first[0]
+    assert "rank 1 of 3, step 2: infinite or NaN gradients before averaging: of '4.bias' on rank 1. " in second[0]
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -599,7 +599,7 @@ def test_all_ranks_stop_at_a_non_finite_gradient(hooked: bool) -> None:
     first, second = collect_outcomes(_non_finite, 2, "raise", hooked)
     assert (first.error, second.error) == ("NonFiniteGradient", "NonFiniteGradient"), first.traceback
     for rank, outcome in enumerate((first, second)):
-        place = f"rank {rank} of 2, step 1: infinite or NaN gradients before averaging: of '4.bias' on rank 1. Every"
+        place = f"rank {rank} of 2, step 2: infinite or NaN gradients before averaging: of '4.bias' on rank 1. Every"
         assert place in str(outcome.message)
 
 
@@ -719,7 +719,7 @@ def test_a_non_finite_sparse_gradient_is_warned_about(check: str) -> None:
     for rank, caught in enumerate(run_ranks(_non_finite_sparse, 2, check, 2)):
         assert len(caught) == 1
         assert (
-            f"rank {rank} of 2, step 1: infinite or NaN gradients before averaging: of 'words.weight' on rank 1. "
+            f"rank {rank} of 2, step 2: infinite or NaN gradients before averaging: of 'words.weight' on rank 1. "
             in (caught[0])
         )
 
@@ -727,10 +727,10 @@ def test_a_non_finite_sparse_gradient_is_warned_about(check: str) -> None:
 def test_all_ranks_stop_at_a_non_finite_sparse_gradient() -> None:
     first, second = collect_outcomes(_non_finite_sparse, 2, "raise", 2)
     assert (first.error, second.error) == ("NonFiniteGradient", "NonFiniteGradient"), first.traceback
-    assert "rank 0 of 2, step 1: infinite or NaN gradients before averaging: of 'words.weight' on rank 1. Every" in str(
+    assert "rank 0 of 2, step 2: infinite or NaN gradients before averaging: of 'words.weight' on rank 1. Every" in str(
         first.message
     )
-    assert "rank 1 of 2, step 1: infinite or NaN gradients before averaging: of 'words.weight' on rank 1. Every" in str(
+    assert "rank 1 of 2, step 2: infinite or NaN gradients before averaging: of 'words.weight' on rank 1. Every" in str(
         second.message
     )
 
@@ -847,7 +847,7 @@ def _peer_dies() -> None:
 def test_a_lost_peer_is_named_with_step_and_bucket() -> None:
     outcomes: list[Outcome] = collect_outcomes(_peer_dies, 2)
     assert outcomes[0].error == "PeerLost", outcomes[0].traceback
-    assert "rank 0 of 2, step 1: averaging bucket 0 of" in str(outcomes[0].message)
+    assert "rank 0 of 2, step 2: averaging bucket 0 of" in str(outcomes[0].message)
     assert "'4.bias'" in str(outcomes[0].message)
     assert outcomes[1].exit_code == 7
 
@@ -872,7 +872,7 @@ def test_a_late_peer_is_a_timeout(tmp_path: Any) -> None:
     os.mkfifo(fifo)
     outcome = collect_outcomes(_late_peer, 2, str(fifo))[0]
     assert outcome.error == "CollectiveTimeout", outcome.traceback
-    assert "rank 0 of 2, step 0: averaging bucket 0 of" in str(outcome.message)
+    assert "rank 0 of 2, step 1: averaging bucket 0 of" in str(outcome.message)
 
 
 def _world_of_one() -> None:
@@ -922,7 +922,7 @@ def _step_inside_backward(hooked: str) -> None:
 def test_an_optimizer_that_steps_inside_backward_is_an_error(hooked: str) -> None:
     first, second = collect_outcomes(_step_inside_backward, 2, hooked)
     assert first.error == "LockstepError", first.traceback
-    assert "rank 0 of 2, step 1: the gradient of parameter 'net.2.weight' was gone" in str(first.message)
+    assert "rank 0 of 2, step 2: the gradient of parameter 'net.2.weight' was gone" in str(first.message)
     assert "let the optimizer step after backward" in str(first.message)
     assert second.ok, second.traceback
 

@@ -349,7 +349,7 @@ def _all_without_items() -> None:
 def test_no_items_at_all_are_an_error_on_all_ranks(world_size: int) -> None:
     for outcome in collect_outcomes(_all_without_items, world_size):
         assert outcome.error == "LockstepError", outcome.traceback
-        assert f"rank {outcome.rank} of {world_size}, step 0: every rank has called world.weigh(0)" in str(
+        assert f"rank {outcome.rank} of {world_size}, step 1: every rank has called world.weigh(0)" in str(
             outcome.message
         )
 
@@ -381,7 +381,7 @@ def test_a_rank_that_does_not_weigh_is_an_error_on_all_ranks(way: str) -> None:
     for outcome in collect_outcomes(_one_does_not, 2, way, mlp):
         assert outcome.error == "CollectiveMismatch", outcome.traceback
         assert "call world.weigh before each backward, on all ranks" in str(outcome.message)
-        assert re.search(r"rank \d of 2, step 2", str(outcome.message)), outcome.message
+        assert re.search(r"rank \d of 2, step 3", str(outcome.message)), outcome.message
 
 
 @pytest.mark.parametrize("build", [Tokens, OnlySparse])

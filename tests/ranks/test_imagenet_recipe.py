@@ -165,6 +165,31 @@ def test_a_run_that_dies_goes_on_with_the_same_bits(pictures: Path, tmp_path: Pa
     assert "all 2 epochs of this run were done already" in again
 
 
+def _is_asked_to_stop_after(step: int, words: list[str]) -> str:
+    taken = itertools.count(1)
+
+    def ask(*_: object) -> None:
+        if next(taken) == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    register_optimizer_step_post_hook(ask)
+    return alone_or_launched(words, True)
+
+
+def test_a_run_that_is_stopped_before_a_row_is_due_loses_no_loss(pictures: Path, tmp_path: Path) -> None:
+    """The one row of an epoch of ten steps is due at its end; the run is stopped in the middle."""
+    options, whole, stopped = _resumable(pictures, 1, 0), tmp_path / "whole", tmp_path / "stopped"
+    for name, value in (("--log-every", "100"), ("--save-every", "0"), ("-b", "4")):
+        options[options.index(name) + 1] = value
+    recipe(2, *options, "--folder", whole)
+    outcomes = collect_outcomes(_is_asked_to_stop_after, 2, 2, [*options, "--folder", str(stopped)])
+    assert {(outcome.error, outcome.message) for outcome in outcomes} == {("SystemExit", "75")}
+    assert [path.name for path in (stopped / "run-001").glob("step-*")] < ["step-00000010"]
+    _goes_on_with_the_same_bits(options, whole, stopped)
+    for table in ("steps", "epochs"):
+        assert [row["pictures"] for row in read_table(stopped / f"run-001/{table}.csv")] == ["39"]
+
+
 @pytest.mark.campaign
 @pytest.mark.timeout(4 * LIMIT)
 def test_a_run_whose_launcher_is_killed_goes_on_with_the_same_bits(pictures: Path, tmp_path: Path) -> None:

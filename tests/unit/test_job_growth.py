@@ -39,7 +39,9 @@ def test_memory_that_creeps_is_told_with_the_ranks_and_what_a_step_adds() -> Non
     found = _summary(lambda now: 300 + 20 * now, _steady)
     assert found.growths == (Growth(0, 300 * _MB, 900 * _MB, 2 * _MB),)
     text = RunSummary((found,)).describe({})
-    assert "memory creeps: that of rank 0 grew all the time, by 2 MiB a step, from 300 MiB to 900 MiB; " in text
+    assert "memory creeps: that of rank 0 grew all the time, by 2 MiB a step, from 300 MiB to 900 MiB. " in text
+    assert "If it goes on after the first epoch, something keeps what each step makes" in text
+    assert "if it ends there, the data set keeps the samples that it reads" in text
     both = RunSummary((_summary(lambda now: 300 + 20 * now, lambda now: 300 + 10 * now),)).describe({})
     assert "that of ranks 0 and 1 grew all the time, by 2 MiB a step" in both
 

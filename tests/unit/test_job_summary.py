@@ -150,6 +150,24 @@ def test_each_verdict_says_what_to_do_next() -> None:
         assert summary.to_json({})["next"] == summary.advice()
 
 
+@pytest.mark.parametrize(
+    ("steps", "seconds", "looks", "missing"),
+    [
+        (9, 20.0, 1000, "10 steps or more after the first 2"),
+        (500, 0.5, 30, "2 seconds or more"),
+        (500, 4.0, 40, "6 seconds or more"),  # a busy machine, whose launcher came to look every tenth of a second
+        (3, 0.2, 12, "10 steps or more after the first 2 and 2 seconds or more"),
+        (3, 0.0, 0, "10 steps or more after the first 2 and 2 seconds or more"),
+    ],
+)
+def test_a_run_that_is_too_short_is_asked_for_what_is_missing(
+    steps: int, seconds: float, looks: int, missing: str
+) -> None:
+    summary = _summary({0: {"forward": 1.0}}, steps=steps, seconds=seconds, looks=looks)
+    assert summary.bottleneck is Bottleneck.SHORT
+    assert summary.advice() == f"train for {missing} to get a verdict"
+
+
 def test_one_rank_alone_holds_up_nobody() -> None:
     summary = _summary({0: {"forward": 0.5, "own": 0.5}})
     assert summary.bottleneck is Bottleneck.BALANCED

@@ -83,6 +83,9 @@ def test_a_summary_is_the_verdict(tmp_path: Path) -> None:
         "verdict": "balanced: data 15%",
         "remarks": ["on the GPUs: forward 90%"],
         "ranks": {},
+        "watched": {"steps": 12, "seconds": 6.0},
+        "straggler": None,
+        "stretches": [],
     }
     write_series(write_record(tmp_path, summary=summary) / "series-0.bin")
     found = _account(tmp_path)
@@ -121,6 +124,45 @@ def test_a_restart_begins_anew(tmp_path: Path) -> None:
     assert [(mark.at, mark.kind) for mark in found.marks] == [(32.0, "failed"), (40.0, "restart"), (45.0, "late")]
     assert found.totals[0].steps == 5000
     assert found.totals[1].steps == 3000
+
+
+def test_what_has_happened_is_told_once_and_how_the_run_was_stopped(tmp_path: Path) -> None:
+    late = {"kind": "late", "text": "rank 1 of 2 has held up the others for 5 s\nits stack", "over": False}
+    write_record(
+        tmp_path,
+        starts=[{}, {"number": 1, "at": 40.0, "series": "series-1.bin"}],
+        events=[{"at": 12.0, **late}, {"at": 19.0, "kind": "late", "text": "rank 1 has moved on", "over": True}],
+        checkpoints=[{"at": 20.0, "step": 1900}],
+        exit_code=75,
+        end={"code": "run-saved", "text": "stopped by SIGTERM; saved at step 4900 in runs"},
+    )
+    write_series(tmp_path / "series-0.bin", seconds=30)
+    write_series(tmp_path / "series-1.bin", first=40.0, seconds=20)
+    found = _account(tmp_path)
+    assert [(mark.at, mark.kind) for mark in found.marks] == [
+        (12.0, "late"), (20.0, "checkpoint"), (40.0, "restart"), (62.0, "stopped"),
+    ]  # fmt: skip
+    words = page.build(found)
+    listed = re.findall(r"<div>(?:<details><summary>)?<b>(.*?)</b> <span>(.*?)</span>", words)
+    assert listed == [
+        ("late rank:", "rank 1 of 2 has held up the others for 5 s"),
+        ("checkpoint", "at step 1900"),
+        ("restart", "1, on 2 ranks"),
+        ("stopped", "by SIGTERM; saved at step 4900 in runs"),
+    ]
+    assert "<pre>its stack\nrank 1 has moved on</pre>" in words
+    assert "late rank (1)" in words
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "kind"),
+    [("run-failed", 1, "failed"), ("run-done", 0, "ended"), ("run-stopped", 143, "stopped")],
+)
+def test_what_was_said_at_the_end_is_a_mark(tmp_path: Path, code: str, exit_code: int, kind: str) -> None:
+    write_series(write_record(tmp_path, exit_code=exit_code, end={"code": code, "text": "so it was"}) / "series-0.bin")
+    assert [(mark.at, mark.kind, mark.text) for mark in _account(tmp_path).marks] == [(62.0, kind, "so it was")]
+    write_record(tmp_path, exit_code=exit_code, end={"code": code, "text": ""})
+    assert _account(tmp_path).marks == []
 
 
 def test_a_start_without_its_series_is_left_out_and_said(tmp_path: Path) -> None:
@@ -421,6 +463,7 @@ def test_names_of_users_stay_text(tmp_path: Path) -> None:
     about = {"program": [_EVIL], "directory": _EVIL, "host": _EVIL, "events": evil, "environment": variables}
     words = {"headline": _EVIL, "verdict": f"{_EVIL}: {_EVIL}", "remarks": [_EVIL]}
     summary: dict[str, Any] = {"bottleneck": _EVIL, "step": 0.1, "samples_per_second": None, "ranks": {}, **words}
+    summary |= {"watched": {"steps": 1, "seconds": 0.1}, "straggler": None, "stretches": []}
     plain = _Tags(page.build(_account(_with_log(tmp_path / "plain", log))))
     built = page.build(_account(_with_log(tmp_path / "run", log, **about, summary=summary)))
     found = _Tags(built)
@@ -565,7 +608,7 @@ def _break(folder: Path, what: str) -> str:
             return f"{folder.name}: its ranks have taken no step: nothing to show"
         case "half a start":
             record.write_text(json.dumps({**about, "starts": [{"series": "series-0.bin"}]}))
-            return f"{record}: not a whole record of a run (KeyError: 'world_size')"
+            return f"{record}: the record is damaged: starts[0] at, number, world_size missing"
     raise AssertionError(what)
 
 

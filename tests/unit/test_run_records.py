@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -28,6 +29,7 @@ from lockstep.runs.live import Live, Row
 from lockstep.runs.record import Recorder
 from lockstep.runs.series import COLUMNS, Series, SeriesWriter
 from lockstep.tools import comparison
+from tests.recorded import write_record, write_series
 
 
 def _row(steps: float, **columns: float) -> list[float]:
@@ -202,7 +204,7 @@ def test_numbers_that_are_not_finite_are_told_of(
     for damage in ({"loss": 3}, {"loss": {"first": "x"}}, {"loss": {"first": 1, "since": "x"}}):
         about = {**run.about, "nonfinite": damage}
         (tmp_path / "run" / "run.json").write_text(json.dumps(about))
-        with pytest.raises(UnknownRun, match="not a whole record of a run: nonfinite has no step of loss"):
+        with pytest.raises(UnknownRun, match=r"the record is damaged: nonfinite\.loss"):
             history.read(tmp_path / "run")
 
 
@@ -270,10 +272,10 @@ def test_a_disk_that_is_full_ends_the_record_and_not_the_run(tmp_path: Path) -> 
         ("{", "not a record of a run"),
         ("[]", "not a record of a run"),
         ('{"run": 2, "lockstep": "9.0"}', "written by lockstep 9.0, which this lockstep can't read"),
-        ('{"run": 1}', "not a whole record of a run: began, events, launcher, program, starts missing"),
+        ('{"run": 1}', "the record is damaged: began, events, launcher, program, starts missing"),
         (
             '{"run": 1, "began": null, "events": [], "launcher": 1, "program": [], "starts": []}',
-            "not a whole record of a run: began is a NoneType",
+            "the record is damaged: began is a NoneType",
         ),
     ],
 )
@@ -305,6 +307,31 @@ def test_runs_are_found_by_number_name_and_folder(tmp_path: Path, clock: _Clock)
         history.find("cccc", homes)
 
 
+def test_a_number_means_the_same_to_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("lockstep.cli.runs"), "homes", lambda: [tmp_path / "home"])
+    for folder, began in (("home/older", 100.0), ("home/newer", 200.0), ("elsewhere/run", 300.0)):
+        write_series(write_record(tmp_path / folder, began=began, ended=began + 62) / "series-0.bin")
+
+    def listed(*folders: Path) -> list[tuple[str, str]]:
+        done = CliRunner().invoke(main, ["runs", "ls", *map(str, folders)])
+        return [(line.split()[0], line.split()[-1]) for line in done.stdout.splitlines()[1:]]
+
+    assert listed() == [("1", "newer"), ("2", "older")]
+    assert listed(tmp_path / "elsewhere", tmp_path / "home") == [
+        ("-", str(tmp_path / "elsewhere" / "run")),
+        ("1", "newer"),
+        ("2", "older"),
+    ]
+    told = CliRunner().invoke(main, ["runs", "explain", "2"]).stdout
+    assert told.startswith("older: ")
+
+
+def test_the_advice_on_a_run_names_it(tmp_path: Path) -> None:
+    write_series(write_record(tmp_path / "older") / "series-0.bin", slow=None)
+    told = CliRunner().invoke(main, ["runs", "explain", str(tmp_path / "older")]).stdout
+    assert "next: lockstep runs report older draws the run; lockstep runs plan older estimates more ranks" in told
+
+
 def _replace(folder: Path, old: bytes, new: bytes) -> None:
     for name in ("run.json", "series-0.bin"):
         (folder / name).write_bytes((folder / name).read_bytes().replace(old, new))
@@ -317,7 +344,6 @@ def _replace(folder: Path, old: bytes, new: bytes) -> None:
         (b'"ranks": [0, 1]', b'"ranks": []', "its steps are not known: {folder}/series-0.bin: a series of no rank"),
         (b'"series-0.bin"', b'"series-9.bin"', "its steps are not known: [Errno 2] No such file"),
         (b'"steps"', b'"paces"', ""),
-        (b'"world_size"', b'"size"', ""),
     ],
 )
 def test_a_damaged_run_does_not_hide_the_others(
@@ -328,8 +354,61 @@ def test_a_damaged_run_does_not_hide_the_others(
     _replace(tmp_path / "damaged", old, new)
     listed = CliRunner().invoke(main, ["runs", "ls", str(tmp_path)])
     assert listed.exit_code == 0, listed.output
-    assert [line.split()[-1] for line in listed.stdout.splitlines()[1:]] == ["damaged", "good"]
+    assert [Path(line.split()[-1]).name for line in listed.stdout.splitlines()[1:]] == ["damaged", "good"]
     assert (said.format(folder=tmp_path / "damaged") in listed.stderr) if said else not listed.stderr
+
+
+_DAMAGES: dict[str, Any] = {
+    "starts[0] world_size missing": {"starts": [{"number": 0, "at": 0.0}]},
+    "checkpoints[0] step missing": {"checkpoints": [{"at": 1.0}]},
+    "checkpoints[0].at is inf": {"checkpoints": [{"at": float("inf"), "step": 3}]},
+    "end.text is a dict": {"end": {"code": "run-done", "text": {}}},
+    "events[0].ranks[0] is a str": {"events": [{"at": 1.0, "kind": "late", "ranks": ["a"]}]},
+    "events[0].failure.rank is a str": {"events": [{"at": 1.0, "kind": "failed", "failure": {"rank": "a"}}]},
+    "summary headline, remarks, samples_per_second, straggler, stretches, verdict, watched missing": {
+        "summary": {"step": 0.1, "ranks": {}}
+    },
+    "summary is a list": {"summary": []},
+    "program[0] is a int": {"program": [3]},
+    "launcher_began is a str": {"launcher_began": "now"},
+}
+
+
+@pytest.mark.parametrize("damage", _DAMAGES)
+def test_every_command_says_a_damaged_record_in_one_line_and_goes_on_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    monkeypatch.setattr(importlib.import_module("lockstep.cli.runs"), "homes", lambda: [tmp_path])
+    for name in ("good", "damaged"):
+        write_series(write_record(tmp_path / name, **(_DAMAGES[damage] if name == "damaged" else {})) / "series-0.bin")
+    if damage.startswith("starts"):
+        about = json.loads((tmp_path / "damaged" / "run.json").read_text())
+        about["starts"][0].pop("world_size")
+        (tmp_path / "damaged" / "run.json").write_text(json.dumps(about))
+    why = f"{tmp_path}/damaged/run.json: the record is damaged: {damage}"
+
+    def say(*words: str) -> tuple[int, str, str]:
+        done = CliRunner().invoke(main, ["runs", *words])
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+        return done.exit_code, done.stdout, done.stderr
+
+    code, out, err = say("ls")
+    assert (code, err) == (0, f"lockstep runs ls: {why}\n")
+    assert [line.split()[-1] for line in out.splitlines()[1:]] == ["good"]
+    code, out, err = say("explain")
+    assert (code, err, out.split(":")[0]) == (0, f"lockstep runs explain: {why}\n", "good")
+    code, out, err = say("report", "1", "-o", str(tmp_path / "out.html"))
+    assert (code, err) == (0, f"lockstep runs report: {why}\n")
+    for words in (
+        ("explain", "damaged"),
+        ("explain", str(tmp_path / "damaged"), "--json"),
+        ("report", "damaged", "-o", str(tmp_path / "out.html")),
+        ("compare", "good", "damaged"),
+        ("top", "damaged", "--once"),
+        ("stack", "damaged"),
+    ):
+        code, out, err = say(*words)
+        assert (code, err) == (2, f"lockstep runs {words[0]}: {why}\n")
 
 
 def test_a_program_whose_words_are_no_utf8_is_listed(tmp_path: Path, clock: _Clock) -> None:
@@ -426,7 +505,7 @@ def test_runs_that_differ_by_chance(tmp_path: Path, clock: _Clock) -> None:
 
 
 def test_a_run_of_few_steps_is_not_compared(tmp_path: Path, clock: _Clock) -> None:
-    with pytest.raises(UnknownRun, match="b: it took too few steps to be compared: 3 in"):
+    with pytest.raises(UnknownRun, match=r"b: too short to be compared: 3 steps in [0-9]+ s, where 7 seconds or more"):
         _compared(tmp_path, clock, step=10.0)
 
 

@@ -46,8 +46,14 @@ def ls(count: int, as_json: bool, folders: tuple[Path, ...]) -> None:
     from lockstep.runs import history
 
     with errors():
-        found = history.runs(folders or homes())[:count]
-        told = [_about(run, number) for number, run in enumerate(found, start=1)]
+        there = history.records(folders or homes())
+        for why in there.damaged.values():
+            say(why)
+        found = there.runs[:count]
+        # A number means the same to every command: the place in the list of the default folders.
+        numbered = there.runs if not folders else history.runs(homes())
+        numbers = {run.path.resolve(): number for number, run in enumerate(numbered, start=1)}
+        told = [_about(run, numbers.get(run.path.resolve())) for run in found]
     if as_json:
         print_json("runs.ls", {"runs": told})
         return
@@ -62,13 +68,25 @@ def ls(count: int, as_json: bool, folders: tuple[Path, ...]) -> None:
         steps = "-" if about["steps"] is None else f"{about['steps']:,}"
         step = as_duration(about["step_seconds"]) if about["step_seconds"] else "-"
         ranks = str(run.world_size)
-        table.add_row(str(about["number"]), began, took, run.ending, ranks, steps, step, run.program, run.name)
+        name = run.name if about["number"] else str(run.path.parent)  # what the other commands take for it
+        table.add_row(str(about["number"] or "-"), began, took, run.ending, ranks, steps, step, run.program, name)
         for line in run.remarks:
             table.add_row(*[""] * 7, line, "")
     open_console(markup=False).print(table)
 
 
-def _about(run: Run, number: int) -> dict[str, Any]:
+def _chosen(name: str | None) -> Run:
+    """Return the run that a command's argument names (:func:`lockstep.runs.history.find`); where it is one by its place
+    in the list, say which records are not in that."""
+    from lockstep.runs import history
+
+    if name is None or name.isdecimal():
+        for why in history.records(homes()).damaged.values():
+            say(why)
+    return history.find(name, homes())
+
+
+def _about(run: Run, number: int | None) -> dict[str, Any]:
     """Return what the list of runs says of one, in JSON's types; None and a message for what its files don't tell."""
     from lockstep.runs import history, reckoning
 
@@ -103,21 +121,14 @@ def explain(run: str | None, as_json: bool) -> None:
 
     It also says what the record does not tell.
     """
-    from lockstep.errors import named
-    from lockstep.runs import history
     from lockstep.tools.explanation import Explanation
 
     with errors():
-        found = Explanation.of(history.find(run, homes()))
-        try:
-            told = found.to_json() if as_json else {}
-            text = "" if as_json else found.describe()
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise history.UnknownRun(f"{found.run.path}: the record is damaged: {named(error)}") from error
+        found = Explanation.of(_chosen(run))
     if as_json:
-        print_json("runs.explain", told)
+        print_json("runs.explain", found.to_json())
     else:
-        click.echo(text)
+        click.echo(found.describe())
 
 
 @runs.command(short_help="Watch a run live.")
@@ -132,13 +143,12 @@ def top(run: str | None, once: bool, as_json: bool) -> None:
     """
     from rich.live import Live as Screen
 
-    from lockstep.runs import history
     from lockstep.runs.live import Live
 
     once = once or as_json
     console = open_console(markup=False)
     with errors():
-        found = history.find(run, homes())
+        found = _chosen(run)
         live = Live(found)
         try:
             time.sleep(3.0 if once else 0.5)
@@ -219,10 +229,9 @@ def _now(run: Run, rows: list[Row], logged: str) -> Table:
 def stack(run: str | None, rank: int | None, as_json: bool) -> None:
     """Print the current Python stacks of one rank, RANK, or of all ranks on this node."""
     from lockstep.launch.stacks import stacks_of
-    from lockstep.runs import history
 
     with errors():
-        found = history.find(run, homes())
+        found = _chosen(run)
         if as_json:
             stacks = [{"rank": number, "stack": text} for number, text in stacks_of(found, rank)]
             print_json("runs.stack", {"name": found.name, "folder": found.path.parent, "ranks": stacks})
@@ -245,12 +254,11 @@ def compare(a: str, b: str, fail_over: str | None, as_json: bool) -> None:
 
     A and B are names of runs, their numbers in the list that lockstep runs prints, or their folders.
     """
-    from lockstep.runs import history
     from lockstep.tools import comparison
 
     with errors(ValueError):
         limit = None if fail_over is None else comparison.parse_percent(fail_over)
-        found = comparison.compare(history.find(a, homes()), history.find(b, homes()))
+        found = comparison.compare(*map(_chosen, (a, b)))
     is_slower = limit is not None and found.is_slower_by(limit)
     if as_json:
         print_json("runs.compare", {**found.to_json(), "fails": is_slower})
@@ -279,11 +287,10 @@ def report(run: str | None, out: Path) -> None:
     """
     from lockstep import _files
     from lockstep.errors import LockstepError
-    from lockstep.runs import history
     from lockstep.tools.report import numbers, page
 
     with errors():
-        account = numbers.collect(history.find(run, homes()))
+        account = numbers.collect(_chosen(run))
         words = page.build(account)
         try:
             _files.write_whole(out, words)
@@ -356,7 +363,6 @@ def plan(
 
     The assumptions are printed below the plan.
     """
-    from lockstep.runs import history
     from lockstep.text import parse_bandwidth, parse_latency
     from lockstep.tools.plan import plan as planning
     from lockstep.tools.plan.chart import describe
@@ -369,7 +375,7 @@ def plan(
         if ranks is not None and up_to is not None:
             raise ValueError("--ranks and --up-to: name one of them")
         counts = None if ranks is None else planning.parse_counts(ranks)
-        recorded = planning.Recorded.of(history.find(run, homes()))
+        recorded = planning.Recorded.of(_chosen(run))
         if cores is not None and recorded.first.device != "cpu":
             raise ValueError(f"--cores {cores}: the ranks of {recorded.name} computed on GPUs, each on its own")
         inside = recorded.measured_inside() or planning.INSIDE

@@ -122,8 +122,8 @@ class Averaging:
         return f"bucket {bucket.index} of {len(self.buckets)} (parameters '{first}' to '{last}')"
 
     def whoami(self) -> str:
-        """Say which rank this is, and how far it has come."""
-        return f"rank {self.rank} of {self.world_size}, step {self.step}"
+        """Say which rank this is, and in which step; the first one is step 1, as in all messages, records and logs."""
+        return f"rank {self.rank} of {self.world_size}, step {self.step + 1}"
 
 
 class Backward:

@@ -23,6 +23,7 @@ from typing import Any
 from lockstep.codes import CodedEnum
 from lockstep.job.account import FEWEST_LOOKS, FEWEST_STEPS, Ledger, Progress, TimeAccount
 from lockstep.job.growth import Growth, find_growth
+from lockstep.job.hang import WARM
 from lockstep.job.page import NAMES, Phase
 from lockstep.job.stretches import Stretch, find
 from lockstep.job.useful import UsefulTime
@@ -36,6 +37,8 @@ _WORTH, _NEARLY_ALL = 0.01, 0.8
 #: The part of a rank's time that pauses of the garbage collector take before they are told, and that of the run that
 #: passes before its second step.
 _COLLECTED, _STARTING = 0.01, 0.1
+#: Seconds in which an idle machine's launcher surely looks often enough for a verdict.
+_SURELY_ENOUGH = 2
 #: The most ranks with a row of their own, and the most stretches that are told.
 _ROWS, _STRETCHES = 16, 5
 #: The useful time of a summary that is not of a whole run.
@@ -212,18 +215,22 @@ class Summary(TimeAccount):
             return f"{bottleneck.value}: {told}" if told else bottleneck.value
         return f"{bottleneck.value}: {self._why(bottleneck)}"
 
-    def advice(self) -> str:
-        """Return what to do next, with the command or the line to change."""
+    def advice(self, run: str = "", *, goes_on: bool = False) -> str:
+        """Return what to do next, with the command or the line to change.
+
+        Args:
+            run: the name of the run that the commands are to be about; empty: the newest, as where it has just ended.
+            goes_on: its ranks can still be looked at.
+        """
+        of_run = f" {run}" if run else ""
+        stack = f"lockstep runs stack{of_run or ' 1'}" if goes_on else "while it runs again, lockstep runs stack 1"
         straggler = self.straggler()
         if straggler is not None and straggler.collects:
             return "gc.freeze() once the model and the data are there leaves the collector fewer objects to scan"
         if straggler is not None and straggler.phase is Phase.DATA:
-            return (
-                f"lockstep runs stack 1 {straggler.rank} shows, during the run, what its data waits for: its disk, its "
-                "workers, larger samples"
-            )
+            return f"{stack} {straggler.rank} shows what its data waits for: its disk, its workers, larger samples"
         if straggler is not None and straggler.phase in (Phase.OWN, Phase.EVALUATE):
-            return f"lockstep runs stack 1 {straggler.rank} shows, during the run, the line that takes so long"
+            return f"{stack} {straggler.rank} shows the line that takes so long"
         if straggler is not None:
             return (
                 "lockstep doctor on its machine finds other programs and limits; "
@@ -231,15 +238,28 @@ class Summary(TimeAccount):
             )
         if self.bottleneck is Bottleneck.COMMUNICATION and len(self.here) < self.world_size:
             return (
-                "lockstep doctor HOST HOST times the link between hosts; lockstep runs plan shows what a larger batch "
-                "or a faster link would give"
+                "lockstep doctor HOST HOST times the link between hosts; "
+                f"lockstep runs plan{of_run} shows what a larger batch or a faster link would give"
             )
         return {
             Bottleneck.INPUT: "give the loader more workers: DataLoader(…, num_workers=4, persistent_workers=True)",
             Bottleneck.COMMUNICATION: "take a larger batch or fewer ranks: a step computes too little for its average",
-            Bottleneck.TURNS: "lockstep runs report shows who is waited for, and when",
-            Bottleneck.SHORT: f"train for {FEWEST_STEPS} steps and two seconds or more to get a verdict",
-        }.get(self.bottleneck, "lockstep runs report draws the run; lockstep runs plan estimates more ranks")
+            Bottleneck.TURNS: f"lockstep runs report{of_run} shows who is waited for, and when",
+            Bottleneck.SHORT: f"train for {self._missing()} to get a verdict",
+        }.get(
+            self.bottleneck,
+            f"lockstep runs report{of_run} draws the run; lockstep runs plan{of_run} estimates more ranks",
+        )
+
+    def _missing(self) -> str:
+        """What the run lacks for a verdict: steps, seconds, or both."""
+        wanted = []
+        if self.steps < FEWEST_STEPS:
+            wanted.append(f"{FEWEST_STEPS} steps or more after the first {WARM}")
+        if self.looks < FEWEST_LOOKS:  # as many seconds as they take at the pace so far, on a busy machine
+            pace = self.seconds / self.looks if self.looks else 0.0
+            wanted.append(f"{max(_SURELY_ENOUGH, math.ceil(FEWEST_LOOKS * pace))} seconds or more")
+        return joined(wanted)
 
     def remarks(self) -> list[str]:
         """Return what else there is to say, a line each: of GPUs, stretches, memory, and the garbage collector."""
@@ -293,8 +313,9 @@ class Summary(TimeAccount):
         ranks = sorted({found.rank for found in self.growths})
         return [
             f"memory creeps: that of {which_ranks(ranks)} grew all the time, by {as_size(most.a_step)} a step, from "
-            f"{as_size(most.before)} to {as_size(most.after)}; a list that keeps losses or outputs does so: keep "
-            "loss.item(), and evaluate under torch.no_grad()"
+            f"{as_size(most.before)} to {as_size(most.after)}. If it goes on after the first epoch, something keeps "
+            "what each step makes, such as a list of losses: keep loss.item(), and evaluate under torch.no_grad(); if "
+            "it ends there, the data set keeps the samples that it reads"
         ]
 
     def _collector(self) -> list[str]:
@@ -329,8 +350,8 @@ class Summary(TimeAccount):
             f"instead of {as_duration(step)} ({straggler.costs / step:.0%} less)"
         )
 
-    def to_json(self, peaks: Mapping[int, int | None]) -> dict[str, Any]:
-        """Return it in JSON's types."""
+    def to_json(self, peaks: Mapping[int, int | None], *, run: str = "", goes_on: bool = False) -> dict[str, Any]:
+        """Return it in JSON's types; ``run`` and ``goes_on`` are those of :meth:`advice`."""
         straggler = self.straggler()
         return {
             "bottleneck": self.bottleneck.value,
@@ -357,7 +378,7 @@ class Summary(TimeAccount):
                 for stretch in self.remarkable
             ],
             "verdict": self.verdict(peaks),
-            "next": self.advice(),
+            "next": self.advice(run, goes_on=goes_on),
             "remarks": self.remarks(),
         }
 
@@ -450,10 +471,12 @@ class RunSummary:
             lines.append(self.useful.describe())
         return "\n".join(lines)
 
-    def to_json(self, peaks: Mapping[int, int | None]) -> dict[str, Any]:
-        """Return it in JSON's types; the arguments are those of :meth:`describe`. What is said of a part of the starts
-        only is that of the longest, and all are in ``parts``."""
-        parts = [part.to_json(_known(part, peaks)) for part in self.parts]
+    def to_json(self, peaks: Mapping[int, int | None], *, run: str = "", goes_on: bool = False) -> dict[str, Any]:
+        """Return it in JSON's types; the arguments are those of :meth:`describe` and :meth:`Summary.advice`.
+
+        What is said of a part of the starts only is that of the longest, and all are in ``parts``.
+        """
+        parts = [part.to_json(_known(part, peaks), run=run, goes_on=goes_on) for part in self.parts]
         longest = max(range(len(parts)), key=lambda place: self.parts[place].seconds)
         several = len(parts) > 1
         ranks: dict[int, Progress] = {}

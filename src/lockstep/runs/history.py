@@ -15,6 +15,7 @@ from typing import Any
 from lockstep import _proc
 from lockstep._files import local_path
 from lockstep.errors import LockstepError
+from lockstep.runs import shape
 from lockstep.runs.record import VERSION, RunEnd, end_by, nonfinite_in_words
 from lockstep.runs.series import Series
 
@@ -139,6 +140,21 @@ class Run:
         return self.about.get("summary")
 
     @property
+    def events(self) -> list[dict[str, Any]]:
+        """What happened, in order, as the launcher noted it. That late ranks have moved on is no event of its own: it
+        is said in that of their lateness, ``over`` with the second ``until``."""
+        found: list[dict[str, Any]] = []
+        late: dict[str, Any] = {}
+        for event in self.about["events"]:
+            if event.get("kind") == "late" and event.get("over") is True and late.get("over") is False:
+                late |= {"over": True, "until": event.get("at"), "text": f"{late.get('text')}\n{event.get('text')}"}
+                continue
+            found.append(dict(event))
+            if event.get("kind") == "late":
+                late = found[-1]
+        return found
+
+    @property
     def remarks(self) -> list[str]:
         """What there is to say of what the script has logged, a line each: numbers that were not finite."""
         return [_printable(line) for line in nonfinite_in_words(self.about)]
@@ -171,9 +187,7 @@ def read(path: Path) -> Run:
     Raises:
         UnknownRun: there is none, it is damaged, or of a later version.
     """
-    file = path
-    if path.is_dir():  # a folder named with --log-dir may be that of several machines
-        file = next(iter([*path.glob("run.json"), *sorted(path.glob("run-node*.json"))]), path / "run.json")
+    file = _record_in(path) if path.is_dir() else path
     try:
         about = json.loads(file.read_text())
     except FileNotFoundError:
@@ -186,65 +200,49 @@ def read(path: Path) -> Run:
         raise UnknownRun(f"{file}: not a record of a run")
     if about["run"] != VERSION:
         raise UnknownRun(f"{file}: written by lockstep {about.get('lockstep')}, which this lockstep can't read")
-    missing = {"program", "began", "launcher", "starts", "events"} - about.keys()
-    if missing:
-        raise UnknownRun(f"{file}: not a whole record of a run: {', '.join(sorted(missing))} missing")
     try:
-        _check(about)
+        shape.check(about)
     except TypeError as error:
-        raise UnknownRun(f"{file}: not a whole record of a run: {error}") from None
+        raise UnknownRun(f"{file}: the record is damaged: {error}") from None
     return Run(file, about)
 
 
-def _check(about: dict[str, Any]) -> None:
-    """Refuse a record whose parts are not what a launcher writes.
-
-    Raises:
-        TypeError: so it is.
-    """
-    kinds: dict[str, type | tuple[type, ...]] = {
-        "began": (int, float),
-        "launcher": int,
-        "starts": list,
-        "events": list,
-        "checkpoints": list,
-        "logs": list,
-        "environment": dict,
-        "end": dict,
-        "summary": dict,
-        "nonfinite": dict,
-    }
-    for name, kind in kinds.items():
-        if name in about and not isinstance(about[name], kind):
-            raise TypeError(f"{name} is a {type(about[name]).__name__}")
-    for name in ("starts", "events", "checkpoints"):
-        for each in about.get(name, ()):
-            if not isinstance(each, dict):
-                raise TypeError(f"{name} has a {type(each).__name__}")
-    for name, each in about.get("nonfinite", {}).items():
-        if not isinstance(each, dict) or type(each.get("first")) is not int:
-            raise TypeError(f"nonfinite has no step of {name}")
-        if each.get("since", "") is not None and type(each.get("since")) is not int:
-            raise TypeError(f"nonfinite has no step of {name}")
-    if not isinstance(about["program"], list) or not all(isinstance(word, str) for word in about["program"]):
-        raise TypeError("program is no list of words")
+def _record_in(folder: Path) -> Path:
+    """Return the file of a folder's record; one named with --log-dir may be that of several machines."""
+    return next(iter([*folder.glob("run.json"), *sorted(folder.glob("run-node*.json"))]), folder / "run.json")
 
 
-def runs(homes: Iterable[Path]) -> list[Run]:
-    """Return the runs recorded in ``homes`` and in folders below them, newest first; what is no record of a run is left
-    out."""
-    found = []
+@dataclass(frozen=True)
+class Records:
+    """All records in some folders."""
+
+    #: Those that can be read, newest first.
+    runs: list[Run]
+    #: The name of a run whose record can't be read -> why, in a sentence without its full stop.
+    damaged: dict[str, str]
+
+
+def records(homes: Iterable[Path]) -> Records:
+    """Return the records of runs in ``homes`` and in folders below them."""
+    found, damaged = [], {}
     for home in homes:
         try:
             folders = [Path(entry.path) for entry in os.scandir(home) if entry.is_dir(follow_symlinks=False)]
         except OSError:
             continue
         for folder in [Path(home), *folders]:
+            file = _record_in(folder)
             try:
-                found.append(read(folder))
-            except UnknownRun:
-                continue
-    return sorted(found, key=lambda run: run.began, reverse=True)
+                found.append(read(file))
+            except UnknownRun as error:
+                if file.exists():
+                    damaged[folder.name] = str(error)
+    return Records(sorted(found, key=lambda run: run.began, reverse=True), damaged)
+
+
+def runs(homes: Iterable[Path]) -> list[Run]:
+    """Return the runs recorded in ``homes`` and in folders below them, newest first; what can't be read is left out."""
+    return records(homes).runs
 
 
 def find(name: str | None, homes: Iterable[Path]) -> Run:
@@ -256,7 +254,8 @@ def find(name: str | None, homes: Iterable[Path]) -> Run:
     """
     if name is not None and not name.isdecimal() and (os.sep in name or os.path.exists(name)):
         return read(local_path(name, "RUN"))
-    found = runs(homes)
+    there = records(homes)
+    found = there.runs
     if name is None or name.isdecimal():
         number = 1 if name is None else int(name)
         if not 1 <= number <= len(found):
@@ -264,6 +263,9 @@ def find(name: str | None, homes: Iterable[Path]) -> Run:
         return found[number - 1]
     fitting = [run for run in found if run.name.startswith(name) or name in run.name]
     if not fitting:
+        for damaged, why in there.damaged.items():
+            if name in damaged:
+                raise UnknownRun(why)
         raise UnknownRun(f"{name}: no run of this name was recorded, and no folder is called so: see lockstep runs")
     if len(fitting) > 1 and not any(run.name == name for run in fitting):
         raise UnknownRun(f"{name}: could be any of {', '.join(run.name for run in fitting[:5])}")

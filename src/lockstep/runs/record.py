@@ -217,7 +217,7 @@ class Recorder:
         self._about["exit_code"] = exit_code
         self._about["end"] = {"code": (end or end_by(exit_code)).code, "text": word}
         if summary is not None:
-            self._about["summary"] = summary.to_json(peaks)
+            self._about["summary"] = summary.to_json(peaks, run="" if self._folder is None else self._folder.name)
         self._update()
 
     def _take_notes(self) -> bool:

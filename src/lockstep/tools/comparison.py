@@ -23,7 +23,7 @@ from lockstep.job.page import NAMES, Phase
 from lockstep.runs import reckoning
 from lockstep.runs.history import Run, UnknownRun
 from lockstep.runs.series import Series
-from lockstep.text import as_duration, as_size, in_columns
+from lockstep.text import as_duration, as_size, counted, in_columns
 
 #: Intervals at the beginning that are left out as warm-up, and the fewest that must follow them.
 _WARM, _FEWEST = 2, 4
@@ -51,7 +51,7 @@ class Pace:
         """Work out the pace of a run.
 
         Raises:
-            UnknownRun: there are too few steps.
+            UnknownRun: it is too short.
         """
         times = [
             (series.times[after] - series.times[before]) / min(_difference(series, "steps", before, after))
@@ -60,7 +60,10 @@ class Pace:
         ]
         summary = reckoning.summary_of(run)
         if len(times) < _FEWEST or summary is None or not summary["step"]:
-            raise UnknownRun(f"{run.name}: it took too few steps to be compared: {run.steps:,} in {run.seconds:.0f} s")
+            raise UnknownRun(
+                f"{run.name}: too short to be compared: {counted(run.steps, 'step')} in {run.seconds:.0f} s, where "
+                f"{_WARM + _FEWEST + 1} seconds or more, with a step in each, tell enough"
+            )
         quarters = statistics.quantiles(times, n=4)
         notch = 1.57 * (quarters[2] - quarters[0]) / math.sqrt(len(times))
         phases = dict.fromkeys(_names(), 0.0)
@@ -171,7 +174,7 @@ def compare(a: Run, b: Run) -> Comparison:
     """Compare two runs.
 
     Raises:
-        UnknownRun: one of them took too few steps.
+        UnknownRun: one of them is too short.
     """
     return Comparison(a, b, Pace.of(a), Pace.of(b))
 

@@ -51,10 +51,7 @@ class Explanation:
         summary, troubles = None, []
         try:
             seconds, steps = run.seconds, run.steps
-            found = reckoning.summary_of(run)
-            if found is not None:
-                _verdict(found)  # raises if the summary is damaged
-            summary = found
+            summary = reckoning.summary_of(run)
         except (UnknownRun, AttributeError, KeyError, TypeError, ValueError) as error:
             troubles.append(f"steps and times: {named(error)}")
         return cls(run, seconds, steps, summary, tuple(troubles))
@@ -62,21 +59,22 @@ class Explanation:
     @property
     def failures(self) -> list[dict[str, Any]]:
         """The ranks that failed first, one for each start that ended by a failure, in order."""
-        return [_failure(event) for event in self.run.about["events"] if event.get("kind") in ("failed", "lost")]
+        return [_failure(event) for event in self.run.events if event.get("kind") in ("failed", "lost")]
 
     @property
     def late(self) -> list[dict[str, Any]]:
-        """The reports on ranks that held up the others, and on their end, in order."""
+        """The reports on ranks that held up the others, in order."""
         return [
             {
                 "at_seconds": _seconds(event.get("at")),
                 "code": event.get("code"),
                 "over": event.get("over"),
+                "until_seconds": _seconds(event.get("until")),
                 "ranks": event.get("ranks"),
                 "waiting": event.get("waiting"),
                 "text": str(event.get("text", "")),
             }
-            for event in self.run.about["events"]
+            for event in self.run.events
             if event.get("kind") == "late"
         ]
 
@@ -233,9 +231,10 @@ class Explanation:
             yield f"{counted(again, 'restart')}, the last on {counted(int(ranks or 0), 'rank')}"
 
     def _late_in_words(self) -> Iterator[str]:
-        reports = [each for each in self.late if each["over"] is not True]
+        reports = self.late
         for each in reports[:3]:
-            yield f"late{_moment(each['at_seconds'])}: {_first_line(each['text'])}"
+            until = "" if each["until_seconds"] is None else f"; over{_moment(each['until_seconds'])}"
+            yield f"late{_moment(each['at_seconds'])}: {_first_line(each['text'])}{until}"
         if len(reports) > 3:
             yield f"(and {len(reports) - 3} more reports of late ranks)"
 

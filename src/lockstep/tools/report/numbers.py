@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from lockstep.errors import LockstepError
 from lockstep.job.page import NAMES, Phase
 from lockstep.runs import history, reckoning
 from lockstep.runs.history import Run, UnknownRun
+from lockstep.runs.record import RunEnd
+from lockstep.text import counted
 from lockstep.tools.report.bins import NAN, Grid, Span, Start, Table, read_spans
 from lockstep.tools.report.logged import Metric, read_metrics
 
@@ -107,8 +108,8 @@ def collect(run: Run) -> Account:
 
 
 def _collect(run: Run) -> Account:
-    machines = [run, *_others(run)]
     notes: list[str] = []
+    machines = [run, *_others(run, notes)]
     own = read_spans(run, 0.0, notes)
     known = {rank for span in own for rank in span.ranks}  # of other machines as well, where their launchers have told
     elsewhere = (span for other in machines[1:] for span in read_spans(other, other.began - run.began, notes))
@@ -158,13 +159,15 @@ def _collect(run: Run) -> Account:
 # The records ---------------------------------------------------------------------------------------------------------
 
 
-def _others(run: Run) -> list[Run]:
-    """Return the records that the job's other machines have left in the same folder."""
+def _others(run: Run, notes: list[str]) -> list[Run]:
+    """Return the records that the job's other machines have left in the same folder; ``notes`` gets those that can't be
+    read."""
     found = []
     for path in sorted(run.path.parent.glob("run*.json")):
         try:
             other = history.read(path)
-        except LockstepError:
+        except UnknownRun as error:
+            notes.append(str(error))
             continue
         same = other.about["program"] == run.about["program"] and other.about.get("node") != run.about.get("node")
         if path != run.path and same and _overlap(run, other):
@@ -305,23 +308,35 @@ def _host(span: Span, rank: int) -> str:
 def _marks(machines: Sequence[Run], began: float, starts: Sequence[Start]) -> list[Marker]:
     """Return what has happened, in order; what several machines tell in the same words comes once."""
     marks = [
-        Marker(start.at, "restart", f"started again, on {start.world_size} ranks ({start.number}. restart)")
+        Marker(start.at, "restart", f"restart {start.number}, on {counted(start.world_size, 'rank')}")
         for start in starts
         if start.number
     ]
     said: set[tuple[str, str]] = set()
     for machine in machines:
         shift, about = machine.began - began, machine.about
-        for event in about["events"]:
-            kind, text = str(event.get("kind", "")), str(event.get("text", ""))
+        for at, kind, text in (*_events(machine), *_end(machine)):
             if (kind, text) not in said or len(machines) == 1:
                 said.add((kind, text))
-                marks.append(Marker(_number(event.get("at")) + shift, kind, text))
+                marks.append(Marker(at + shift, kind, text))
         for each in about.get("checkpoints", ()):
             marks.append(
                 Marker(_number(each.get("at")) + shift, "checkpoint", f"checkpoint at step {each.get('step')}")
             )
     return sorted(marks, key=lambda mark: mark.at)
+
+
+def _events(machine: Run) -> Iterator[tuple[float, str, str]]:
+    for event in machine.events:
+        yield _number(event.get("at")), str(event.get("kind", "")), str(event.get("text", ""))
+
+
+def _end(machine: Run) -> Iterator[tuple[float, str, str]]:
+    """Yield how a run ended, if something was said of it: by which signal, say, and where it has saved."""
+    text = (machine.about.get("end") or {}).get("text")
+    if text and "ended" in machine.about:
+        kinds = {RunEnd.SAVED: "stopped", RunEnd.STOPPED: "stopped", RunEnd.FAILED: "failed"}
+        yield float(machine.about["ended"]) - machine.began, kinds.get(machine.end, "ended"), str(text)
 
 
 def _verdict(summary: dict[str, Any] | None) -> str:

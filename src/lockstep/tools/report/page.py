@@ -443,7 +443,10 @@ def _sign(kind: str) -> str:
 def _event(mark: Marker) -> str:
     first, _, rest = mark.text.strip().partition("\n")
     when = tag("time", scales.moment(mark.at))
-    words = tag("b", text(_WORDS.get(mark.kind, mark.kind))) + " " + tag("span", text(first))
+    kind = _WORDS.get(mark.kind, mark.kind)
+    more = first.removeprefix(f"{kind} ")
+    label = f"{kind}:" if more == first else kind  # else the text itself begins with it
+    words = tag("b", text(label)) + " " + tag("span", text(more))
     if rest:
         words = tag("details", tag("summary", words) + tag("pre", text(rest)))
     return tag("li", when + _sign(mark.kind) + tag("div", words), data_at=f"{mark.at:.3f}")

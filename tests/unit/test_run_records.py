@@ -244,7 +244,7 @@ def test_a_run_of_another_machine_may_go_on_there(tmp_path: Path, clock: _Clock)
     (tmp_path / "run.json").write_text(json.dumps(about | {"host": "node7", "program": ["a\nb\x1b[2J", "\udcff é"]}))
     run = history.read(tmp_path)
     assert (run.is_alive, run.ending) == (False, "not known: on node7")
-    with pytest.raises(UnknownRun, match="was started on node7: say the same there"):
+    with pytest.raises(UnknownRun, match="was started on node7: run the same command there"):
         run.refuse_unless_alive()
     assert run.program == "a\\nb\\x1b[2J ? é"
 

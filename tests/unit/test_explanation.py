@@ -186,7 +186,7 @@ def test_a_restart_is_told(tmp_path: Path) -> None:
         (
             {"ended": ..., "exit_code": ...},
             "run-unknown",
-            "how it ended, or whether it goes on: it was started on here",
+            "how it ended, or whether it is still running: it was started on here",
         ),
         (
             {"exit_code": 1, "end": {"code": "new", "text": ""}},

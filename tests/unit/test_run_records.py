@@ -260,7 +260,7 @@ def test_a_disk_that_is_full_ends_the_record_and_not_the_run(tmp_path: Path) -> 
     for steps in (1, 2):
         recorder.add({0: _progress(steps, step=0.1)}, {0: None})
     recorder.end(exit_code=0, summary=None, peaks={})
-    assert told == ["the record of this run ends here, the run goes on: [Errno 28] No space left on device"]
+    assert told == ["the record of this run ends here, but the run continues: [Errno 28] No space left on device"]
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def advise(difference: Difference, holdings: Holdings, *, since: str, has_joined
     owners = [holdings.owner(holdings.items[index]) for index in difference.items]
     if any(isinstance(owner, torch.optim.LBFGS) for owner in owners):
         return (
-            "LBFGS goes by the loss that its closure returns, and each rank has returned that of its own samples: end "
+            "LBFGS uses the loss that its closure returns, and each rank has returned that of its own samples: end "
             "the closure with `return world.mean(loss)`. Then all ranks take the same steps, those of one process."
         )
     if difference.is_alone:

@@ -659,7 +659,7 @@ class _Client:
         if len(attempt.names) < self._options.max_nodes:
             return f"this machine waits to join a running job of {machines} ({who})"
         return (
-            f"this machine is spare: a job of {machines}, as many as --nnodes allows, goes on ({who}); it takes the "
+            f"this machine is spare: a job of {machines}, as many as --nnodes allows, is running ({who}); it takes the "
             "place of one that is lost"
         )
 

@@ -143,7 +143,7 @@ class Explanation:
         elif end is RunEnd.KILLED:
             lines.append("what ended it: its launcher left no record of its end, and its last second is not recorded")
         elif end is RunEnd.UNKNOWN:
-            lines.append(f"how it ended, or whether it goes on: it was started on {run.about.get('host')}")
+            lines.append(f"how it ended, or whether it is still running: it was started on {run.about.get('host')}")
         if end is RunEnd.FAILED and not any(each["rank"] is not None for each in self.failures):
             lines.append("which rank failed: the record names none")
         lines += [

@@ -56,8 +56,8 @@ def local_path(given: str | os.PathLike[str], what: str) -> Path:
         raise NoLocalPath(f"{what}={text}: expected a path, not a URL: give {text[5:].replace('//', '', 1)} itself")
     kind = "a path of Windows" if found[1] is None or len(found[1]) == 1 else "a URL"
     raise NoLocalPath(
-        f"{what}={text}: this is {kind}, and lockstep reads and writes the file systems of this machine alone: give "
-        "the path of a folder or file there, such as where the storage is mounted"
+        f"{what}={text}: this is {kind}, but lockstep reads and writes only file systems of this machine: give the "
+        f"path of a folder or file there, such as where the storage is mounted"
     )
 
 

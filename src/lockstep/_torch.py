@@ -270,7 +270,7 @@ def mark_untraced(function: Function) -> Function:
     marked._torchdynamo_disable = True
     #: The reason that fullgraph=True shows for the graph break that it forbids.
     marked._torchdynamo_disable_msg = (
-        "lockstep does this anew in each step, outside of graphs. With fullgraph=True compile the model first: "
+        "lockstep does this again in each step, outside of graphs. With fullgraph=True compile the model first: "
         "lockstep.replicate(torch.compile(model, fullgraph=True))"
     )
     return function

@@ -376,7 +376,7 @@ def _functional() -> list[str]:
 def test_functions_of_a_replica_are_right_where_gradients_reach_its_own_parameters() -> None:
     for rank, told in enumerate(run_ranks(_functional, 2)):
         assert len(told) == 1, told
-        assert told[0].startswith(f"rank {rank} of 2: this backward gives gradients to tensors that stood in")
+        assert told[0].startswith(f"rank {rank} of 2: this backward gives gradients to tensors that replaced")
 
 
 # Replaced parameters ------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def test_what_a_world_of_one_shows() -> None:
     (found,) = run_ranks(_all, 1)
     for said in (found["first"], found["later"]):
         assert len(said) == 1, said
-        assert "this backward gives gradients to tensors that stood in for parameters" in said[0]
+        assert "this backward gives gradients to tensors that replaced parameters" in said[0]
     assert found["replicas"] == found["models"] == 0
     assert all(found["thawed"])
     assert found["registered"] == 0

@@ -92,7 +92,7 @@ def test_a_small_dev_shm(tmp_path: Path) -> None:
     report = _quick(tmp_path, before=own_mount("/dev/shm", "size=16m"))
     ((level, about, what, advice),) = [bad for bad in _bad(report["hosts"][0]["findings"]) if bad[1] == "/dev/shm"]
     assert level == "warning", about
-    assert what.startswith("/dev/shm has 16 MiB: DataLoader workers hand batches over in it")
+    assert what.startswith("/dev/shm has 16 MiB: DataLoader workers pass batches through it")
     assert "docker run --shm-size=8g" in advice
 
 
@@ -107,7 +107,7 @@ def test_too_few_open_files(tmp_path: Path) -> None:
 def test_variables_that_are_left_over_or_misspelt(tmp_path: Path) -> None:
     report = _quick(tmp_path, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCKSTEP_BACKENDS="gloo", LOCKSTEP_LATE="x")
     assert [bad[:3] for bad in _bad(report["hosts"][0]["findings"]) if bad[1] == "variables"] == [
-        ("warning", "variables", "LOCKSTEP_BACKENDS is no variable of lockstep, and does nothing"),
+        ("warning", "variables", "LOCKSTEP_BACKENDS is not a variable of lockstep, and has no effect"),
         ("wrong", "variables", "LOCKSTEP_LATE='x': expected a positive number of seconds, e.g. LOCKSTEP_LATE=5"),
         (
             "wrong",
@@ -291,7 +291,7 @@ def test_variables_here_are_looked_at_as_well(server: Sshd, tmp_path: Path) -> N
         (
             "warning",
             "variables",
-            "here: LOCKSTEP_LOTE is no variable of lockstep, and does nothing",
+            "here: LOCKSTEP_LOTE is not a variable of lockstep, and has no effect",
             "say LOCKSTEP_LATE, or unset it",
         )
     ]
@@ -362,7 +362,7 @@ def test_machines_as_debian_names_them(machines: _Machines) -> None:
     for host in machines.report["hosts"]:
         ((level, _, what, _),) = [each for each in _bad(host["findings"]) if each[1] == "names"]
         assert level == "warning"
-        assert what.startswith(f"this machine's own name, {host['name']}, leads to 127.0.1.1")
+        assert what.startswith(f"this machine's own name, {host['name']}, resolves to 127.0.1.1")
 
 
 def test_a_name_that_leads_back(machines: _Machines) -> None:
@@ -370,7 +370,7 @@ def test_a_name_that_leads_back(machines: _Machines) -> None:
     _, bad = machines.look("--quick")
     ((level, _, what, advice),) = [each for each in bad if "own name" not in each[2]]
     assert (level, what) == (
-        "wrong", "on doctor-2 the name doctor-1 leads to 127.0.1.1, doctor-2 itself, not to doctor-1",
+        "wrong", "on doctor-2 the name doctor-1 resolves to 127.0.1.1, doctor-2 itself, not to doctor-1",
     )  # fmt: skip
     assert "/etc/hosts on doctor-2" in advice
 
@@ -382,7 +382,7 @@ def test_a_name_that_leads_back_where_nobody_meets(machines: _Machines) -> None:
         (
             "warning",
             "ways",
-            "on doctor-1 the name doctor-2 leads to 127.0.1.1, doctor-1 itself, not to doctor-2; another address of "
+            "on doctor-1 the name doctor-2 resolves to 127.0.1.1, doctor-1 itself, not to doctor-2; another address of "
             "doctor-2 is reached, so that jobs run that do not meet there",
         )
     ]

@@ -100,7 +100,7 @@ def test_saves_of_nan_warn_and_leave_what_is_sound_and_a_resume_takes_that(tmp_p
     assert (step, is_nan) == (4, False)
     assert second == (4, passed, False, []), "the same on every rank, said by rank 0"
     assert passed[0].startswith("step-00000008 holds values that are NaN or infinite, in ")
-    assert "passed over newer checkpoints: step-00000008 holds values that are NaN" in said[0]
+    assert "skipped newer checkpoints: step-00000008 holds values that are NaN" in said[0]
 
     (step, passed, is_nan, said), _ = run_ranks(_resume, 2, str(tmp_path), False)
     assert (step, passed, is_nan) == (8, (), True), "asked for by name"
@@ -129,7 +129,7 @@ def test_without_a_finite_one_retention_is_as_ever_and_a_resume_is_refused_on_ev
     kept, words = first
     assert kept == ["step-00000003", "step-00000004", "step-00000005"]
     assert words.startswith(f"no checkpoint in {tmp_path} is complete and finite: step-00000005 holds")
-    assert words.endswith("restore(only_finite=False) resumes from the newest all the same; another folder begins anew")
+    assert words.endswith("restore(only_finite=False) resumes from the newest nevertheless; or begin in another folder")
 
 
 def _seen_by_one_rank(folder: str) -> dict[str, list[str]] | None:

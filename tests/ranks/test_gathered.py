@@ -197,10 +197,14 @@ def _weighs_on_one() -> None:
 @pytest.mark.parametrize(
     ("mistake", "error", "words"),
     [
-        (_other_shapes, "ValueError", "alike on every rank but for how many there are (rank 0: [2, *[3]] of float32"),
+        (
+            _other_shapes,
+            "ValueError",
+            "of the same shape and dtype on every rank; only their number may differ (rank 0: [2, *[3]] of float32",
+        ),
         (_whole_numbers, "ValueError", "takes rows of floating-point numbers"),
         (_in_a_slice, "LockstepError", "a loss of the whole batch can't be cut into slices"),
-        (_weighs_nothing, "LockstepError", "rank 0 has 2 rows and counts as nothing"),
+        (_weighs_nothing, "LockstepError", "rank 0 has 2 rows, but weight 0"),
         (_weighs_late, "LockstepError", "call it before lockstep.gathered()"),
         (_weighs_on_one, "LockstepError", "world.weigh() was called on some ranks and not on others"),
     ],

@@ -113,7 +113,7 @@ def test_two_invocations_make_one_world(tmp_path: Path, api: str) -> None:
     [
         (["--nproc_per_node=0", "test.py"], "--nproc_per_node 0: expected a whole number of ranks"),
         (["--nnodes=2", "--node_rank=2", "test.py"], "--node_rank=2 does not fit --nnodes=2"),
-        (["--nnodes=1:2", "test.py"], "the number of machines can change only where the launchers find each other"),
+        (["--nnodes=1:2", "test.py"], "the number of machines can change only if the launchers find each other"),
         (["--nnodes=2", "--standalone", "test.py"], "--standalone is for jobs on one machine"),
         (["--no_python", "./program"], "--no_python: the ranks are forked from a Python process"),
         (["nosuch.py"], "script not found: nosuch.py"),

@@ -261,7 +261,7 @@ def test_another_program_at_the_port_is_told_by_what_it_does(tmp_path: Path, scr
             machines.start(script=script)
             (done,) = _ends(machines, limit=20)
     assert done.code == 1
-    assert f"a program takes connections at {endpoint}, but does not answer as a launcher's store does" in done.err
+    assert f"a program accepts connections at {endpoint}, but does not answer like a launcher's store" in done.err
 
 
 def _fixed(folder: Path, script: Path, node: int, port: int, *, backend: str = "") -> Running:

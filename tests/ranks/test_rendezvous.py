@@ -439,7 +439,7 @@ def test_a_machine_that_waits_for_a_place_says_so(tmp_path: Path) -> None:
         (tmp_path / "go").touch()
         codes, _ = _codes(machines)
     assert codes == [0, 0]
-    assert "a job of 1 machine, as many as --nnodes allows, goes on (" in said
+    assert "a job of 1 machine, as many as --nnodes allows, is running (" in said
 
 
 def test_machines_that_run_the_same_with_other_arguments_are_told(tmp_path: Path) -> None:

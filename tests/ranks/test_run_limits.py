@@ -39,7 +39,9 @@ def test_training_goes_on_when_a_log_reaches_the_limit(options: list[str], tmp_p
     assert all((tmp_path / f"ended-{rank}").exists() for rank in range(2))
     logged = range(2) if options else [1]
     # (Where much is shown at once, a word of the launcher's may come within a rank's line.)
-    said = re.findall(r"lockstep: (rank \d)'s log can't be written any more, the run goes on: .*ulimit -f", done.err)
+    said = re.findall(
+        r"lockstep: (rank \d)'s log can't be written any more, but the run continues: .*ulimit -f", done.err
+    )
     assert sorted(said) == [f"rank {rank}" for rank in logged]
     assert {path.stat().st_size for path in tmp_path.rglob("rank*.log")} == {50_000}
 
@@ -100,4 +102,4 @@ def test_a_record_that_reaches_the_limit_ends_and_the_run_goes_on(tmp_path: Path
     assert (done.code, whole.code) == (0, 0), done
     assert done.out == whole.out
     assert "trained" in done.out
-    assert done.err.count("the record of this run ends here, the run goes on: ") == 1
+    assert done.err.count("the record of this run ends here, but the run continues: ") == 1

@@ -66,7 +66,7 @@ def test_the_same_error_at_the_same_step_stops_the_job(tmp_path: Path) -> None:
     done = _run(tmp_path, trouble, "--max-restarts", "5")
     assert done.code == 1
     assert done.err.count("all ranks start again") == 1
-    assert "not restarted: the same failure came twice, on rank 1 at step 7, and would come again" in done.err
+    assert "not restarted: the same failure happened twice, on rank 1 at step 7, and would happen again" in done.err
 
 
 @pytest.mark.parametrize("torch", [True, False])
@@ -76,7 +76,7 @@ def test_an_error_before_the_first_step_is_not_tried_again(tmp_path: Path, torch
     done = run(["lockstep", "run", "-n", "1", "--max-restarts", "5", "train.py"], tmp_path, torch=torch)
     assert done.code == 1
     assert done.err.count("lockstep: rank ") == 1
-    assert "not restarted: it failed before its first step, as it would again" in done.err.splitlines()
+    assert "not restarted: it failed before its first step, and would fail again" in done.err.splitlines()
 
 
 _TORCH_ONLY = """
@@ -110,7 +110,7 @@ def test_several_machines_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     done = run(["lockstep.launch", "--nnodes=2", "--max_restarts=3", "train.py"], tmp_path)
     assert done.code == 2
-    assert "--max-restarts=3 with --nnodes=2: the launchers of several machines restart together only" in done.err
+    assert "--max-restarts=3 with --nnodes=2: the launchers of several machines can restart together only" in done.err
 
 
 def test_what_a_killed_attempt_left_is_gone_before_the_next_begins(tmp_path: Path) -> None:

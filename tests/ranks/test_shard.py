@@ -464,7 +464,7 @@ def _call_what_torchs_have() -> list[str]:
 def test_what_scripts_call_of_torchs_loaders_does_nothing_or_says_what_to_do() -> None:
     for told, *refused in run_ranks(_call_what_torchs_have, 2):
         assert told.startswith(
-            "set_epoch(0) does nothing here: a loader from lockstep.shard shuffles anew in each pass"
+            "set_epoch(0) does nothing here: a loader from lockstep.shard shuffles again in each pass"
         )
         assert [each.partition(": ")[0] for each in refused] == [
             f"a loader from lockstep.shard has no '{name}'"

@@ -153,7 +153,7 @@ def _hugging_face() -> dict[str, Any]:
         seen[name] = [dataset.asked, values]
     with pytest.raises(ValueError, match="dataset must be the same on every rank, but it is rank 0: 20 rows") as caught:
         lockstep.shard(DataLoader(HuggingFace(rows if world.rank else rows[::-1]), 8))  # type: ignore[arg-type]
-    assert "seed that alike on every rank" in str(caught.value)
+    assert "use the same seed on every rank" in str(caught.value)
     return seen
 
 

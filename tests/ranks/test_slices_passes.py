@@ -141,7 +141,7 @@ def _throws_away() -> list[str]:
 
 def test_what_is_cleared_after_each_backward_is_told_of_once() -> None:
     (told,) = run_ranks(_throws_away, 2)[0]
-    assert "no gradient of it is left" in told
+    assert "none of its gradients is left" in told
 
 
 # Several passes over a step ------------------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ def test_the_own_name_that_leads_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_options: answers)
     assert levels(checks.check_names(HERE)) == {Level.OK}
     found = one(checks.check_names(replace(HERE, several=True)), Level.WARNING)
-    assert "leads to 127.0.1.1" in found.what
+    assert "resolves to 127.0.1.1" in found.what
     assert "--rdzv or --hosts" in found.advice
 
 
@@ -181,7 +181,8 @@ def test_the_folder_of_a_run(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [], "it only looks"
     (tmp_path / "file").write_text("")
     assert (
-        one(check_folder(replace(HERE, folder=tmp_path / "file")), Level.WRONG).what == f"{tmp_path}/file is no folder"
+        one(check_folder(replace(HERE, folder=tmp_path / "file")), Level.WRONG).what
+        == f"{tmp_path}/file is not a folder"
     )
     assert "nothing can be written to /proc" in one(check_folder(replace(HERE, folder=Path("/proc"))), Level.WRONG).what
 
@@ -199,8 +200,8 @@ def test_nothing_is_said_of_variables_that_mislead_nobody() -> None:
 @pytest.mark.parametrize(
     ("env", "level", "what", "advice"),
     [
-        ({"LOCKSTEP_TIMEOUTS": "5"}, Level.WARNING, "LOCKSTEP_TIMEOUTS is no variable", "say LOCKSTEP_TIMEOUT"),
-        ({"LOCKSTEP_COLOUR_OF_IT": "5"}, Level.WARNING, "does nothing", "unset it"),
+        ({"LOCKSTEP_TIMEOUTS": "5"}, Level.WARNING, "LOCKSTEP_TIMEOUTS is not a variable", "say LOCKSTEP_TIMEOUT"),
+        ({"LOCKSTEP_COLOUR_OF_IT": "5"}, Level.WARNING, "has no effect", "unset it"),
         ({"LOCKSTEP_TIMEOUT": "soon"}, Level.WRONG, "LOCKSTEP_TIMEOUT='soon': expected a positive number", "set it so"),
         ({"LOCKSTEP_TIMEOUT": "2"}, Level.WARNING, "as soon as a rank is 2 s late", "the default is 600 s"),
         ({"LOCKSTEP_SHM_CHUNK": "63"}, Level.WRONG, "expected a positive multiple of 64", "set it so"),
@@ -391,7 +392,7 @@ def test_what_a_job_has_printed() -> None:
     assert trials.read_job(child.ChildResult(1, "{}", "first\n\nlast\n")) == "first\nlast"
     assert trials.read_job(child.ChildResult(0, "hello", "")) == "hello"
     assert trials.read_job(child.ChildResult(0, "", "")) == "it said nothing"
-    assert trials.read_job(child.ChildResult(None, "", "it waits")) == "it has not ended in its time; it waits"
+    assert trials.read_job(child.ChildResult(None, "", "it waits")) == "it did not end in time; it waits"
 
 
 # Between machines ----------------------------------------------------------------------------------------------------
@@ -458,11 +459,11 @@ def test_hosts_that_reach_each_other() -> None:
         ),
         (
             [_try("refused", resolved="127.0.1.1", why="Connection refused")],
-            "leads to 127.0.1.1, a itself",
+            "resolves to 127.0.1.1, a itself",
             "/etc/hosts on a",
         ),
-        ([_try("other", resolved="127.0.1.1")], "leads to 127.0.1.1, a itself", "/etc/hosts on a"),
-        ([_try("other")], "what answers a at host-b (10.0.0.2) is not b", "correct the name"),
+        ([_try("other", resolved="127.0.1.1")], "resolves to 127.0.1.1, a itself", "/etc/hosts on a"),
+        ([_try("other")], "the machine that answers a at host-b (10.0.0.2) is not b", "correct the name"),
         (
             [_try("silent"), _try("silent", port=29400)],
             "a does not reach b at host-b (10.0.0.2) within 3 s",
@@ -516,7 +517,7 @@ def test_ranks_are_named_by_their_hosts() -> None:
         ("ssh: Could not resolve hostname h: Name or service not known", "~/.ssh/config"),
         ("ssh: connect to host h port 22: Connection refused", "start sshd there"),
         ("ssh: connect to host h port 22: Connection timed out", "firewall lets ssh in"),
-        ("sh: 1: cd: can't cd to /x", "make the folder"),
+        ("sh: 1: cd: can't cd to /x", "create the folder"),
         ("env: '/opt/x/bin/python': No such file or directory", "the same Python"),
         ("ModuleNotFoundError: No module named 'lockstep'", "install lockstep for that Python"),
         ("something else", "try ssh h true by hand"),

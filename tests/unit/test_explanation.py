@@ -107,7 +107,7 @@ def test_a_run_that_failed_names_rank_step_and_error(tmp_path: Path) -> None:
     assert (late["code"], late["ranks"], late["over"], late["until_seconds"]) == ("rank-late", [1], True, 36.0)
     assert late["text"] == "rank 1 is late\nits stack\nrank 1 goes on"
     mend, again = told["next"]
-    assert mend == "mend what the error of rank 1 says: lockstep.ReplicaMismatch: rank 1 differs"
+    assert mend == "fix what the error of rank 1 says: lockstep.ReplicaMismatch: rank 1 differs"
     assert again.startswith(
         "before you run it again, move the checkpoints out of the run's folder that were saved after"
     ), "a resume takes the newest, in which the replicas differ"
@@ -132,7 +132,7 @@ def test_a_run_that_failed_otherwise_is_to_be_resumed(tmp_path: Path) -> None:
     noted = [{"at": 20.0, "step": 2000}]
     run = _run(tmp_path / "run", exit_code=1, events=[_failed(ending)], checkpoints=noted)
     assert _told(run)["next"] == [
-        "mend what the error of rank 1 says: ValueError: bad batch",
+        "fix what the error of rank 1 says: ValueError: bad batch",
         "run the same command again: it resumes from the newest checkpoint, of step 2,000 or later",
     ]
 
@@ -165,7 +165,7 @@ def test_each_kind_of_failure_has_its_advice(
     assert (told["failures"][0]["code"], told["failures"][0]["error"]) == (kind.code, None)
     assert told["failures"][0]["signal"] == ("SIGKILL" if exit_code == -9 else None)
     assert told["next"][0].startswith(said)
-    assert "at which step rank 1 failed: nobody counts its steps" in told["unknown"]
+    assert "at which step rank 1 failed: its steps are not counted" in told["unknown"]
 
 
 def test_a_restart_is_told(tmp_path: Path) -> None:
@@ -186,12 +186,16 @@ def test_a_restart_is_told(tmp_path: Path) -> None:
         ({"exit_code": 75, "end": {"code": "run-saved", "text": "stopped by SIGTERM; saved"}}, "run-saved", ""),
         ({"exit_code": 75}, "run-saved", ""),  # an earlier version wrote no code
         ({"exit_code": 143, "end": {"code": "run-stopped", "text": "stopped by SIGTERM"}}, "run-stopped", ""),
-        ({"host": _HERE, "ended": ..., "exit_code": ...}, "run-killed", "what ended it: its launcher wrote no last"),
+        (
+            {"host": _HERE, "ended": ..., "exit_code": ...},
+            "run-killed",
+            "what ended it: its launcher left no record of its end",
+        ),
         (_ALIVE, "run-running", "how it ends: this is the run so far"),
         (
             {"ended": ..., "exit_code": ...},
             "run-unknown",
-            "how it ended, or whether it goes on: it was started on here",
+            "how it ended, or whether it is still running: it was started on here",
         ),
         (
             {"exit_code": 1, "end": {"code": "new", "text": ""}},
@@ -208,7 +212,7 @@ def test_every_way_to_end_is_explained(tmp_path: Path, about: dict[str, Any], co
     assert told["verdict"]["code"] == "compute-straggler"
     if code in ("run-saved", "run-stopped", "run-killed", "run-failed"):
         assert told["next"][-1] == "run the same command again; this run noted no checkpoint to resume from"
-        assert "whether it saved: no Checkpointer told of a checkpoint" in told["unknown"]
+        assert "whether it saved: no Checkpointer reported a checkpoint" in told["unknown"]
 
 
 def test_a_rank_that_is_late_now_is_to_be_looked_at(tmp_path: Path) -> None:

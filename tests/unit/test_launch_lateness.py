@@ -273,7 +273,7 @@ def test_a_rank_is_placed_by_its_stack_or_by_what_it_waited_in_last() -> None:
     assert "  inside lockstep.expect_slow('a long save')" in stopped
     assert stopped.splitlines()[-1].startswith("next: lockstep runs stack ")
     halted = said(facts=evidence.ProcessFacts("T", 1.0, "", ""))
-    assert halted.splitlines()[-1] == "next: kill -CONT 4001 lets rank 1 go on"
+    assert halted.splitlines()[-1] == "next: kill -CONT 4001 resumes rank 1"
 
 
 def test_ranks_that_all_wait_are_told_apart_and_from_other_machines() -> None:
@@ -315,4 +315,4 @@ def test_a_rank_in_the_garbage_collector_is_named_so_and_keeps_its_stack(tmp_pat
     late = _known(1, stack=stack)
     text = report.describe_late(HangVerdict(HangKind.LATE, (1,), (), NOW - 7), {1: late}, now=NOW, world_size=2)
     assert "  Python's garbage collector is at work" in text
-    assert text.splitlines()[-1].startswith("next: gc.freeze() ")
+    assert text.splitlines()[-1].startswith("next: call gc.freeze() ")

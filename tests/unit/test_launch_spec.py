@@ -254,7 +254,7 @@ def test_a_rank_can_start_a_job_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("options", "env", "text"),
     [
-        ({"nnodes": "1:2"}, {}, "--nnodes=1:2: the number of machines can change only where .* say --rdzv HOST"),
+        ({"nnodes": "1:2"}, {}, "--nnodes=1:2: the number of machines can change only if .* give --rdzv HOST"),
         ({"rdzv": "host0"}, {}, "say how many machines there are"),
         ({**_RDZV, "node_rank": 1}, {}, "the machines number themselves; drop --node-rank"),
         ({**_RDZV, "master_addr": "x"}, {}, "drop --master-addr"),

@@ -567,11 +567,11 @@ def test_a_run_that_goes_on_and_one_that_was_killed(tmp_path: Path) -> None:
     assert code == 0
     assert ", so far, " in said
     words = (tmp_path / "out.html").read_text()
-    assert "The run goes on: this is what was recorded up to 1:01." in words
+    assert "The run is still running: this is what was recorded up to 1:01." in words
     assert "The verdict is by what is recorded so far" in words
     write_record(tmp_path, ended=..., exit_code=...)
     assert _command(str(tmp_path), "-o", str(tmp_path / "out.html"))[0] == 0
-    assert "Whether the run goes on, only its machine knows" in (tmp_path / "out.html").read_text()
+    assert "Only its machine knows whether the run is still running" in (tmp_path / "out.html").read_text()
     write_record(tmp_path, host=host, ended=..., exit_code=...)
     series = tmp_path / "series-0.bin"
     series.write_bytes(series.read_bytes()[:-50])  # in the middle of a row

@@ -49,7 +49,7 @@ def test_without_restarts_nothing_is_said_of_them() -> None:
 @pytest.mark.parametrize("ending", [_raised(), _raised("SystemExit", "", code=2)])
 def test_a_users_error_before_the_first_step_is_final(ending: Ending) -> None:
     refusal = _refusal(Restarts(5), _failure(ending, step=40, taken=0))
-    assert refusal == "not restarted: it failed before its first step, as it would again"
+    assert refusal == "not restarted: it failed before its first step, and would fail again"
     assert _refusal(Restarts(5), _failure(ending, taken=1)) is None
     assert _refusal(Restarts(5), _failure(ending, taken=None)) is None, "nobody counted"
 
@@ -71,7 +71,7 @@ def test_the_same_failure_twice_is_final(one: Ending, other: Ending) -> None:
     restarts = Restarts(5)
     assert _refusal(restarts, _failure(one)) is None
     assert _refusal(restarts, _failure(other)) == (
-        "not restarted: the same failure came twice, on rank 1 at step 5, and would come again"
+        "not restarted: the same failure happened twice, on rank 1 at step 5, and would happen again"
     )
 
 
@@ -99,7 +99,7 @@ def test_a_kill_from_outside_is_never_the_same_unless_memory_was_out() -> None:
     assert _refusal(restarts, _failure(_died(signal.SIGKILL), out_of_memory=True)) is None
     refusal = _refusal(restarts, _failure(_died(signal.SIGKILL), out_of_memory=True))
     assert refusal is not None
-    assert "came twice" in refusal
+    assert "happened twice" in refusal
 
 
 def test_a_slot_says_where_a_rank_stands(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -91,7 +91,7 @@ def test_a_later_round_of_the_job_displaces_the_one_before(tmp_path: Path, monke
         cut_off.stdin.flush()
         said = cut_off.stdout.readline()
         assert f"has another owner by now, process {os.getpid()} on" in said
-        assert "the job has gone on without this machine, in round 2, and nothing was saved here" in said
+        assert "the job has continued without this machine, in round 2, and nothing was saved here" in said
         assert cut_off.stdout.readline() == "released\n"
     lock.check()
     owner = owner_of(tmp_path)

@@ -369,7 +369,7 @@ _NEEDS = r"a plan needs a replica \(lockstep.replicate\) that averages its gradi
 @pytest.mark.parametrize(
     ("start", "text"),
     [
-        ({"number": 0}, "it was recorded by an earlier lockstep, or was killed at once: record it anew"),
+        ({"number": 0}, "it was recorded by an earlier lockstep, or was killed at once: record it again"),
         ({"number": 0, "timetables": {}}, "it was recorded by an earlier lockstep"),
         ({"number": 0, "trace": None}, f"it has no trace of its steps: {_NEEDS}"),
         ({"number": 0, "trace": "trace.json.gz"}, "its trace can't be read: .*trace.json.gz: there is no such file"),

@@ -246,7 +246,7 @@ def test_a_run_of_another_machine_may_go_on_there(tmp_path: Path, clock: _Clock)
     (tmp_path / "run.json").write_text(json.dumps(about | {"host": "node7", "program": ["a\nb\x1b[2J", "\udcff é"]}))
     run = history.read(tmp_path)
     assert (run.is_alive, run.ending) == (False, "not known: on node7")
-    with pytest.raises(UnknownRun, match="was started on node7: say the same there"):
+    with pytest.raises(UnknownRun, match="was started on node7: run the same command there"):
         run.refuse_unless_alive()
     assert run.program == "a\\nb\\x1b[2J ? é"
 
@@ -262,7 +262,7 @@ def test_a_disk_that_is_full_ends_the_record_and_not_the_run(tmp_path: Path) -> 
     for steps in (1, 2):
         recorder.add({0: _progress(steps, step=0.1)}, {0: None})
     recorder.end(exit_code=0, summary=None, peaks={})
-    assert told == ["the record of this run ends here, the run goes on: [Errno 28] No space left on device"]
+    assert told == ["the record of this run ends here, but the run continues: [Errno 28] No space left on device"]
 
 
 @pytest.mark.parametrize(

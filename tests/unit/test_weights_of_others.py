@@ -322,7 +322,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "a shard is missing": (
         lambda at: _without(at, "model-00002-of-00003.safetensors"),
         "CheckpointError",
-        r"index.json: 1 of its 3 shards are not there: model-00002-of-00003.safetensors; fetch them again",
+        r"index.json: 1 of its 3 shards are missing: model-00002-of-00003.safetensors; fetch them again",
     ),
     "a shape differs": (
         _other_shape, "CheckpointMismatch", r"head.bias: shape \[7\] in the checkpoint, \[2\] in the model",

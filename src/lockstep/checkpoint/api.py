@@ -409,7 +409,7 @@ class Checkpointer:
         )
         self._damaged.update(folder.name for folder in search.damaged)
         if search.found is None:
-            remedy = "restore(only_finite=False) resumes from the newest all the same; another folder begins anew"
+            remedy = "restore(only_finite=False) resumes from the newest nevertheless; or begin in another folder"
             error = search.nothing(self.folder, remedy=remedy)
             if error is not None:
                 raise error

@@ -274,7 +274,8 @@ class _Held:
         owner = _displacing(self._path, self._fd)
         if owner is not None:
             raise CheckpointError(
-                f"{self._path.parent} has another owner by now, {owner}: the job has gone on without this machine, in "
+                f"{self._path.parent} has another owner by now, {owner}: the job has continued without this machine, "
+                f"in "
                 f"round {owner.round}, and nothing was saved here"
             )
 
@@ -411,7 +412,7 @@ def _refusal(path: Path, owner: Owner | None, *, by_record: bool = False) -> Che
     who = "a job that left no record of itself" if owner is None else str(owner)
     advice = "wait for it, stop it, or choose another folder"
     if by_record:
-        advice += f". If it is gone, remove {path}: this file system has no locks that would tell"
+        advice += f". If it is gone, remove {path}: this file system has no locks that could show it"
     return CheckpointError(f"{path.parent} belongs to another job, {who}: {advice}")
 
 

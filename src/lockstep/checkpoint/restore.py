@@ -133,7 +133,7 @@ def words_on_differences(contents: Contents, search: Search[Contents], run: RunS
     """Return the words on a run that does not resume exactly as it was; empty if it does."""
     words = []
     if search.not_finite:
-        words.append(f"passed over newer checkpoints: {'; '.join(search.not_finite.values())}")
+        words.append(f"skipped newer checkpoints: {'; '.join(search.not_finite.values())}")
     if contents.manifest.not_finite is not None:
         words.append(words_on_not_finite(contents.folder, contents.manifest))
     if search.damaged:
@@ -161,13 +161,13 @@ def words_on_differences(contents: Contents, search: Search[Contents], run: RunS
     if others:
         told = "; ".join(f"{what}: {before} there, {after} here" for what, before, after in others)
         words.append(
-            f"it was written under other conditions ({told}): the values are restored to the bit, and from here on "
-            "results may differ in their last bits from those that the run would have had, since what libraries "
-            "choose to add in which order depends on these"
+            f"it was written under other conditions ({told}): the values are restored to the bit, but from here on "
+            f"results may differ in their last bits from those of an uninterrupted run, since the order in which "
+            f"libraries add up depends on these"
         )
     unused = run.unused(contents)
     if unused:
-        words.append(f"it also holds {', '.join(unused)}, for which nothing was given here")
+        words.append(f"it also holds {', '.join(unused)}, for which this Checkpointer has no object")
     return f"resuming from {contents.folder}: {'; '.join(words)}" if words else ""
 
 

@@ -242,7 +242,7 @@ def unsavable(tensor: torch.Tensor) -> str | None:
     if tensor.layout != torch.strided:
         return (
             f"is {tensor.layout}, and a checkpoint holds dense tensors: keep its indices and values as buffers, or "
-            "register it with persistent=False if the model can make it anew"
+            "register it with persistent=False if the model can recompute it"
         )
     if tensor.dtype not in _NAMES and tensor.dtype not in (torch.complex64, torch.complex128):
         return f"has dtype {tensor.dtype}, which safetensors does not know: convert it"

@@ -240,7 +240,7 @@ def _in_shards(index: Path, key: str | None) -> dict[str, Any]:
     missing = [name for name in shards if not (index.parent / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{index}: {len(missing)} of its {len(shards)} shards are not there: {listed(missing)}; "
+            f"{index}: {len(missing)} of its {len(shards)} shards are missing: {listed(missing)}; "
             "fetch them again, into the same folder"
         )
     state: dict[str, Any] = {}

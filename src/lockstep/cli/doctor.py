@@ -91,7 +91,7 @@ def _look(ranks: str | None, folder: Path, quick: bool, hosts: tuple[str, ...]) 
         parse_ranks(ranks, cores=machine.cores(), gpus=machine.gpus())  # refuses what makes no sense
     if sys.stderr.isatty() and not quick:
         where = "this machine" if not hosts else counted(len(hosts), "host")
-        say(f"looking at {where}; this takes some ten to thirty seconds")
+        say(f"checking {where}; this takes ten to thirty seconds")
     return look_at(parse_hosts(",".join(hosts)) if hosts else (), VisitOptions(ranks, str(folder), quick))
 
 

@@ -24,7 +24,9 @@ from lockstep.text import NEXT
     "Number of ranks per node. auto: one per GPU, or one per two CPU cores without GPUs; gpu, cpu: one per GPU or "
     "CPU core. [default: as the scheduler says, otherwise auto]"
 )
-@click.option("--standalone", is_flag=True, hidden=True, help="Run on one node. Accepted for torchrun's sake.")
+@click.option(
+    "--standalone", is_flag=True, hidden=True, help="Run on one node. Accepted for compatibility with torchrun."
+)
 @click.option(
     "--nnodes",
     metavar="N|MIN:MAX",

@@ -423,7 +423,7 @@ def trace(files: tuple[Path, ...], output: Path | None, split: Path | None) -> N
         read = [traces.read(path) for path in files]
         if len(read) == 1 and (split is None or output is not None):
             raise traces.BadTrace(
-                "one file has nothing to be merged with: name those of the other machines, or --split alone"
+                "one trace can't be merged: name those of the other machines too, or give only --split"
             )
         whole = traces.merge(read) if len(read) > 1 else read[0]
         if len(read) > 1 and (output is not None or split is None):
@@ -431,7 +431,7 @@ def trace(files: tuple[Path, ...], output: Path | None, split: Path | None) -> N
             whole.write(path)
             click.echo(f"{path}: {len(whole.ranks)} ranks of {len(read)} machines")
             for node, clock in whole.about["clocks"].items():
-                error = "nobody knows how exactly" if clock["error_us"] is None else f"to {clock['error_us']:,.0f} µs"
+                error = "with an unknown error" if clock["error_us"] is None else f"to {clock['error_us']:,.0f} µs"
                 click.echo(f"the clock of machine {node}: {clock['ahead_us']:,.0f} µs ahead, {error}, by {clock['by']}")
         if split is not None:
             for path in traces.split(whole, split):

@@ -43,8 +43,8 @@ from lockstep.cli.terminal import as_json, errors, say
     default=1024.0,
     show_default=True,
     metavar="MIB",
-    help="Disk space in MiB for recorded values. Of models too large for it every n-th value is compared, and digests "
-    "of all.",
+    help="Disk space in MiB for recorded values. For larger models every n-th value is compared, and digests of all "
+    "values.",
 )
 @click.option("--show-output", is_flag=True, help="Show the output of PROGRAM.")
 @takes_program

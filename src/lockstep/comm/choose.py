@@ -84,7 +84,7 @@ def compare_choices(store: Store, chosen: str | None, identity: Identity, timeou
         each = "; ".join(f"{', '.join(ranks)}: {name or 'not chosen'}" for name, ranks in asked.items())
         raise EnvironmentMismatch(
             f"rank {identity.rank} of {identity.world_size}: the ranks ask for different backends ({each}). Pass the "
-            f"same one to lockstep.init(), or set {knobs.BACKEND} alike on all hosts"
+            f"same one to lockstep.init(), or set {knobs.BACKEND} to the same value on all hosts"
         )
 
 

@@ -85,10 +85,10 @@ def _warn_of_difference(told: Sequence[Any]) -> None:
         return
     differing = next((one[0] for one, two in zip(parts, told[others[0]][1], strict=False) if one != two), "")
     callsite.warn(
-        f"{what} is not the same on all ranks at the end of the job: rank 0 holds something else "
-        f"than {which_ranks(others)}, in '{differing}' for instance. If a line that not all ranks run has changed it "
-        "since the last step (the best weights, loaded on rank 0), that is all; else the ranks have trained different "
-        "models from some step on. compare_every= of lockstep.replicate compares more often while they train"
+        f"{what} is not the same on all ranks at the end of the job: rank 0 differs from {which_ranks(others)}, in "
+        f"'{differing}' for example. If a line that only some ranks run has changed it since the last step (the best "
+        f"weights, loaded on rank 0), nothing is wrong; otherwise the ranks have trained different models from some "
+        f"step on. compare_every= of lockstep.replicate compares more often while they train"
     )
 
 

@@ -219,7 +219,7 @@ def _choose_device(backend: str | None, identity: Identity) -> torch.device:
     if count == 0:
         raise ValueError(
             f"backend={backend!r} needs CUDA, and torch {torch.__version__} sees no CUDA device on this machine; "
-            "use backend='gloo' for the CPU, or leave backend unset to take what is there"
+            "use backend='gloo' for the CPU, or leave backend unset, and lockstep chooses one"
         )
     _require_available(backend, wanted or ["nccl", "gloo"])
     if identity.local_world_size > count:
@@ -341,8 +341,8 @@ def _connect(identity: Identity, timeout: timedelta) -> Store:
         store = answer.get(timeout=timeout.total_seconds() + 2.0)
     except queue.Empty:
         raise TimeoutError(
-            "what listens at that port takes connections, but gives no answer as the store of rank 0 does: it is "
-            "another program, or a rank 0 that stands still"
+            "a program at that port accepts connections, but does not answer like the store of rank 0: it is another "
+            "program, or rank 0 hangs"
         ) from None
     if isinstance(store, Exception):
         raise store

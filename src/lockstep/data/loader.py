@@ -299,8 +299,8 @@ class ShardedLoader:
         if not self._has_told_of_epochs:
             self._has_told_of_epochs = True
             callsite.warn(
-                f"set_epoch({epoch}) does nothing here: a loader from lockstep.shard shuffles anew in each pass by "
-                f"itself (this is epoch {self.epoch}). Leave the call out"
+                f"set_epoch({epoch}) does nothing here: a loader from lockstep.shard shuffles again in each pass "
+                f"(this is epoch {self.epoch}). Remove the call"
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -685,8 +685,9 @@ class ShardedLoader:
         self._may_drop = False  # say it once
         callsite.warn(
             f"rank {self._world.rank}: the collate_fn made a batch of size {size} from {fetched.samples} samples. If "
-            f"it drops samples, means are not exact: this rank's counts as one of {fetched.samples}. Say what is left "
-            "before the backward: world.weigh(len(batch)). If it packs several samples into one, count what your loss "
+            f"it drops samples, means are not exact: this rank's counts as one of {fetched.samples}. Pass the number "
+            f"that remains before the backward: world.weigh(len(batch)). If it packs several samples into one, count "
+            f"what your loss "
             "is a mean of in the same way (docs/weights.md)"
         )
 

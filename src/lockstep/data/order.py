@@ -87,8 +87,8 @@ def read_shares(shares: object, *, world_size: int) -> tuple[float, ...]:
             raise TypeError(f"shares={shares!r}: expected numbers, not {share!r}")
         if not 0 < share < math.inf:
             raise ValueError(
-                f"shares={shares!r}: expected positive numbers, not {share!r}; a rank that is to have nothing has no "
-                "place in the job: start one rank less"
+                f"shares={shares!r}: expected positive numbers, not {share!r}; for a rank without samples, start one "
+                f"rank less"
             )
     if len(shares) != world_size:
         raise ValueError(f"shares={shares!r}: expected one for each of the {world_size} ranks, not {len(shares)}")

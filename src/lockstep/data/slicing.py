@@ -95,7 +95,7 @@ class SliceOptions:
         equal = (1.0,) * world_size
         shares = equal if given.shares is None else read_shares(given.shares, world_size=world_size)
         if given.shares is not None and given.balance:
-            raise ValueError("shares= says which rank has how much, and balance=True finds that out: give one of them")
+            raise ValueError("shares= sets each rank's share, and balance=True measures it: give one of them")
         return cls(count, chooses, shares, bool(given.balance), threads)
 
     def refuse_unfit(self, source: Shardable) -> None:
@@ -107,8 +107,8 @@ class SliceOptions:
         if source.order == "stream" and (self.balance or self.chooses):
             what = "balance=True" if self.balance else 'slices="auto"'
             raise ValueError(
-                f"{what}: a stream is read by workers that can't be told of other slices, nor asked for samples "
-                "again: give a number of slices, or shares="
+                f"{what}: the workers that read a stream can't change its slices, nor return samples again: give a "
+                f"number of slices, or shares="
             )
 
     def facts(self) -> dict[str, Any]:

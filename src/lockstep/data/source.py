@@ -24,7 +24,7 @@ REMEDIES = {
     **dict.fromkeys(("slices", "shares", "balance", "threads"), ""),
     "": (
         ". The ranks hold different data of the same kind, so that some samples would be trained on twice and others "
-        "never. If it was split or shuffled at random, seed that alike on every rank: random_split(…, "
+        "never. If it was split or shuffled at random, use the same seed on every rank: random_split(…, "
         "generator=torch.Generator().manual_seed(0)), train_test_split(…, random_state=0); lockstep.init() seeds all "
         "ranks' generators alike, unless the script seeds them by rank or draws on one rank alone. If files were "
         "listed, sort them. An attribute that is not part of the data is left out if its name begins with an underscore"
@@ -114,8 +114,8 @@ def read_source(
     batch_size = int(settings.batch_size or 0)
     if slices is not None and batch_size < slices:
         raise ValueError(
-            f"batch_size={batch_size} with slices={slices}: a global batch has fewer samples than it is to have "
-            f"slices; use at most slices={batch_size}"
+            f"batch_size={batch_size} with slices={slices}: a global batch has fewer samples than slices; use at most "
+            f"slices={batch_size}"
         )
     if slices is None and batch_size < world_size:
         raise ValueError(
@@ -172,7 +172,7 @@ def _refuse_what_cannot_be_cut(loader: DataLoader[Any]) -> None:
         )
     if settings.batch_size is None:
         raise ValueError(
-            "this DataLoader has batch_size=None (no batching), so there is nothing to share out: pass "
+            "this DataLoader has batch_size=None (no batching), so there is nothing to divide among the ranks: pass "
             "batch_size= (of all ranks together)"
         )
     if isinstance(settings.sampler, TorchDistributedSampler):

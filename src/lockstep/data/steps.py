@@ -287,7 +287,7 @@ class Step:
         what = f"{self._whoami()}: memory ran out in a slice ({failure})"
         if self._recut is None:
             raise LockstepError(
-                f"{what}. The step was not taken, and nothing of it is left. Cut the batches into more slices than "
+                f"{what}. The step was not taken and is discarded. Cut the batches into more slices than "
                 f'{self.slices}, or let lockstep do so: lockstep.shard(loader, slices="auto")'
             )
         if max(self._cut.sizes) == 1:

@@ -173,7 +173,7 @@ def advise(difference: Difference, holdings: Holdings, *, since: str, has_joined
     owners = [holdings.owner(holdings.items[index]) for index in difference.items]
     if any(isinstance(owner, torch.optim.LBFGS) for owner in owners):
         return (
-            "LBFGS goes by the loss that its closure returns, and each rank has returned that of its own samples: end "
+            "LBFGS uses the loss that its closure returns, and each rank has returned that of its own samples: end "
             "the closure with `return world.mean(loss)`. Then all ranks take the same steps, those of one process."
         )
     if difference.is_alone:
@@ -185,7 +185,8 @@ def advise(difference: Difference, holdings: Holdings, *, since: str, has_joined
         )
     elif difference.conditions:
         reason = (
-            f"The ranks do not compute alike ({'; '.join(difference.conditions)}), so the same step of an optimizer "
+            f"The ranks compute under different conditions ({'; '.join(difference.conditions)}), so the same step of "
+            f"an optimizer "
             "may round differently: use one kind of machine for all ranks."
         )
     elif has_joined:
@@ -195,8 +196,8 @@ def advise(difference: Difference, holdings: Holdings, *, since: str, has_joined
         )
     elif all(holdings.is_number(index) for index in difference.items):
         reason = (
-            f"{type(owners[0]).__name__} keeps this number, and ranks come to others where it is made of the rank's "
-            "own loss (let its closure return world.mean(loss)) or counts steps that not all of them take."
+            f"{type(owners[0]).__name__} keeps this number. It differs between ranks if it is computed from the "
+            f"rank's own loss (let its closure return world.mean(loss)) or counts steps that not all ranks take."
         )
     else:
         reason = (

@@ -318,9 +318,9 @@ class DriftCheck:
         if difference is None:
             if self._rank == 0:
                 callsite.warn(
-                    f"the replicas' digests differed in step {unread.step}, and the replicas are equal now: a "
-                    "difference that has vanished since, in the state of the optimizer for instance, or a digest that "
-                    "was spoiled on its way. If it comes again, have the machines' memory tested"
+                    f"the replicas' digests differed in step {unread.step}, and the replicas are equal now: either a "
+                    f"difference has disappeared since, for example in the optimizer's state, or a digest was "
+                    f"corrupted in transit. If it happens again, have the machines' memory tested"
                 )
             return None
         items = self._holdings.items

@@ -128,7 +128,7 @@ class FiniteCheck:
         if self._skipped_in_a_row == MOST_SKIPPED:
             raise NonFiniteGradient(
                 f"{what}. That was the {MOST_SKIPPED}th step in a row that was skipped, so training stops here: the "
-                "parameters may hold such values already. Go back to a checkpoint, or lower the learning rate"
+                "parameters may hold such values already. Resume from a checkpoint, or lower the learning rate"
             )
         if concerned:
             callsite.warn(

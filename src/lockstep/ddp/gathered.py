@@ -96,7 +96,8 @@ def _kinds(rows: Tensor, world: World) -> _Kinds:
     if any(each[0] != told[0][0] or each[0][2] for each in told):
         shown = ", ".join(f"rank {rank}: [{each[1]}, *{each[0][0]}] of {each[0][1]}" for rank, each in enumerate(told))
         raise ValueError(
-            f"{whoami} takes rows of floating-point numbers, alike on every rank but for how many there are ({shown})"
+            f"{whoami} takes rows of floating-point numbers of the same shape and dtype on every rank; only their "
+            f"number may differ ({shown})"
         )
     if any(each[3] != told[0][3] for each in told):
         raise LockstepError(f"{whoami}: world.weigh() was called on some ranks and not on others")
@@ -104,8 +105,8 @@ def _kinds(rows: Tensor, world: World) -> _Kinds:
     for rank, each in enumerate(told):
         if each[1] and not each[2]:
             raise LockstepError(
-                f"{whoami}: rank {rank} has {each[1]} rows and counts as nothing (its share of the batch, or "
-                "world.weigh(0)), so its part of the gradient would be lost: let it weigh something, or give no rows"
+                f"{whoami}: rank {rank} has {each[1]} rows, but weight 0 (its share of the batch, or world.weigh(0)), "
+                f"so its part of the gradient would be lost: give it a weight, or no rows"
             )
     start = sum(each[1] for each in told[: world.rank])
     factor = total / (part * world.world_size) if part else 1.0
@@ -130,8 +131,8 @@ class _Gathered(torch.autograd.Function):
         now = world.share
         if isinstance(now, Items) and now is not kinds.items and not now.is_taken:
             raise LockstepError(
-                f"{whoami}: world.weigh() was called after the rows were gathered, and they were weighed by what was "
-                "known then: call it before lockstep.gathered()"
+                f"{whoami}: world.weigh() was called after the rows were gathered, and they were weighted by the "
+                f"share known then: call it before lockstep.gathered()"
             )
         total = gradients[0].to(group_device(world.group), copy=True).contiguous()
         wait_for(

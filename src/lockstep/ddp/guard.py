@@ -249,7 +249,7 @@ class StepGuard:
         if self._in_a_row == MOST_SKIPPED:
             raise NonFiniteGradient(
                 f"{what}. That was the {MOST_SKIPPED}th step in a row to be left out, so training stops here. Look at "
-                "the batches and the loss, go back to a checkpoint, or lower the learning rate"
+                "the batches and the loss, resume from a checkpoint, or lower the learning rate"
             )
         self._is_suspect = False  # the average does not reach the parameters
         leave_out(optimizer)

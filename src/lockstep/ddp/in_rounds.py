@@ -120,8 +120,9 @@ class InRounds:
         """See :class:`~lockstep.ddp.synchroniser.Synchroniser`."""
         if items is not None:
             raise LockstepError(
-                f"{self._replica.whoami()}: world.weigh with LocalSteps: it weighs gradients where they are averaged, "
-                "and here parameters are, each rank's alike. Leave it out, or average every gradient (without sync=)"
+                f"{self._replica.whoami()}: world.weigh with LocalSteps: it weights gradients, and here parameters "
+                f"are averaged, with equal weights for all ranks. Remove the call, or average every gradient (without "
+                f"sync=)"
             )
         self._replica.reducer.begin(sync=False, weight=forward.weight)
 
@@ -229,9 +230,9 @@ class InRounds:
         """Refuse to join: that would take an exchange with all ranks in every forward."""
         del divide_by_initial_world_size
         raise LockstepError(
-            f"{self._replica.whoami()}: lockstep.join asks all ranks before every forward, which LocalSteps is "
-            "there to avoid: leave it out, and call lockstep.finish_round(model) after the loop. A rank that is there "
-            "first takes part in the rounds of the others until they have come too"
+            f"{self._replica.whoami()}: lockstep.join asks all ranks before every forward, which LocalSteps avoids: "
+            f"remove it, and call lockstep.finish_round(model) after the loop. A rank that calls it first takes part "
+            f"in the others' rounds until they have called it too"
         )
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:

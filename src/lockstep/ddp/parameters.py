@@ -170,9 +170,10 @@ class OwnParameters:
         if not self._told:
             self._told = True
             callsite.warn(
-                f"{self._whoami()}: this backward gives gradients to tensors that stood in for parameters "
-                "(torch.func.functional_call). They are this rank's own: only gradients of the module's own parameters "
-                "are averaged. If that is not what you mean, average them: tensor.grad = world.mean(tensor.grad)"
+                f"{self._whoami()}: this backward gives gradients to tensors that replaced parameters "
+                f"(torch.func.functional_call). They stay this rank's own: only gradients of the module's own "
+                f"parameters "
+                "are averaged. If that is not intended, average them: tensor.grad = world.mean(tensor.grad)"
             )
 
     def stand_ins(self) -> StandIns | None:

@@ -293,8 +293,8 @@ class SlicedGradients:
             self._written = None
             if self._rank == 0:
                 callsite.warn(
-                    "the gradients of the last step were there still in this one, although the optimizer has stepped "
-                    "with them, so they were added to: call optimizer.zero_grad() after optimizer.step()"
+                    "the gradients of the last step were still there in this step, after the optimizer had stepped "
+                    "with them, so this step's were added to them: call optimizer.zero_grad() after optimizer.step()"
                 )
 
     def forget(self) -> None:
@@ -513,8 +513,8 @@ class SlicedGradients:
             self._has_said = True
             if self._rank == 0:
                 callsite.warn(
-                    "backwards came through this replica in the slices of a step, and no gradient of it is left: "
-                    "zero_grad() after backward() inside the inner loop throws away what the slice gave. Call it "
+                    "backwards came through this replica in the slices of a step, but none of its gradients is left: "
+                    "zero_grad() after backward() inside the inner loop discards the slice's gradients. Call it "
                     "after optimizer.step(), or before backward()"
                 )
 

@@ -44,7 +44,8 @@ Marks = dict[str, str]
 
 _NormBase = _torch.norm_base()
 _ADVICE = (
-    "Move it after the inner loop, alike on all ranks, or train this model in a plain loop, where the buffers of rank "
+    "Change it after the inner loop, in the same way on all ranks, or train this model in a plain loop, where the "
+    "buffers of rank "
     "0 count. docs/exactness.md says which buffers work in slices"
 )
 

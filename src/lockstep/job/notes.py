@@ -25,7 +25,7 @@ CHECKPOINT, LOG, NONFINITE, UNWRITTEN = "checkpoint", "log", "nonfinite", "unwri
 
 def unwritten(rank: int, why: str) -> str:
     """Return the message that a rank's log can't be written any more."""
-    return f"rank {rank}'s log can't be written any more, the run goes on: {why}"
+    return f"rank {rank}'s log can't be written any more, but the run continues: {why}"
 
 
 def tell(kind: str, **facts: str | int) -> None:

@@ -226,7 +226,7 @@ class Summary(TimeAccount):
         stack = f"lockstep runs stack{of_run or ' 1'}" if goes_on else "while it runs again, lockstep runs stack 1"
         straggler = self.straggler()
         if straggler is not None and straggler.collects:
-            return "gc.freeze() once the model and the data are there leaves the collector fewer objects to scan"
+            return "call gc.freeze() once the model and the data are loaded: the collector has fewer objects to scan"
         if straggler is not None and straggler.phase is Phase.DATA:
             return f"{stack} {straggler.rank} shows what its data waits for: its disk, its workers, larger samples"
         if straggler is not None and straggler.phase in (Phase.OWN, Phase.EVALUATE):
@@ -244,7 +244,7 @@ class Summary(TimeAccount):
         return {
             Bottleneck.INPUT: "give the loader more workers: DataLoader(…, num_workers=4, persistent_workers=True)",
             Bottleneck.COMMUNICATION: "take a larger batch or fewer ranks: a step computes too little for its average",
-            Bottleneck.TURNS: f"lockstep runs report{of_run} shows who is waited for, and when",
+            Bottleneck.TURNS: f"lockstep runs report{of_run} shows which rank the others wait for, and when",
             Bottleneck.SHORT: f"train for {self._missing()} to get a verdict",
         }.get(
             self.bottleneck,
@@ -329,8 +329,8 @@ class Summary(TimeAccount):
         others = f" ({mean:.1%} in the mean of all ranks)" if len(parts) > 1 else ""
         return [
             f"Python's garbage collector: rank {most} paused {times} for {as_duration(rank.collected)}, "
-            f"{parts[most]:.1%} of its time{others}; gc.freeze() once the model and the data are there leaves it "
-            "fewer objects to scan"
+            f"{parts[most]:.1%} of its time{others}; call gc.freeze() once the model and the data are loaded: it "
+            "then has fewer objects to scan"
         ]
 
     def _why(self, bottleneck: Bottleneck) -> str:

@@ -421,8 +421,8 @@ class Launcher:
         if not self._told_of_loss and not self.attempt.folder.is_dir():
             self._told_of_loss = True
             say(
-                f"the job's folder {self.attempt.folder} was removed while the job runs. The job goes on, but what "
-                "its processes leave for each other there (errors of ranks, the place where groups open) is lost"
+                f"the job's folder {self.attempt.folder} was removed while the job runs. The job continues, but the "
+                f"files that its processes exchange there (errors of ranks, the rendezvous of groups) are lost"
             )
 
     def _look(self, now: float) -> None:

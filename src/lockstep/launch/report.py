@@ -333,10 +333,10 @@ def not_restarted(why: Refusal, failure: Failure, *, limit: int) -> str:
     if why is Refusal.NOT_ASKED:
         return ""
     if why is Refusal.BEFORE_FIRST_STEP:
-        return "not restarted: it failed before its first step, as it would again"
+        return "not restarted: it failed before its first step, and would fail again"
     if why is Refusal.SAME_AGAIN:
         at = "" if failure.step is None else f" at step {failure.step}"
-        return f"not restarted: the same failure came twice, on rank {failure.rank}{at}, and would come again"
+        return f"not restarted: the same failure happened twice, on rank {failure.rank}{at}, and would happen again"
     times = "the one restart is" if limit == 1 else f"all {limit} restarts are"
     return f"not restarted: {times} used up (--max-restarts)"
 
@@ -501,7 +501,7 @@ def _shared(ending: Ending, facts: MachineFacts) -> Iterator[str]:
 
 def _rest(ending: Ending, facts: MachineFacts) -> Iterator[str]:
     if any(words in _text(ending) for words in _TOO_MANY_FILES):
-        yield f"rank {ending.rank} has too many files open: the limit is {facts.files} a process"
+        yield f"rank {ending.rank} has too many files open: the limit is {facts.files} per process"
         yield "  raise the limit (ulimit -n), or use fewer DataLoader workers; tensors kept from a worker hold one each"
     code = ending.state.exit_code
     if "[Errno 27]" in _text(ending) or code == -signal.SIGXFSZ:
@@ -603,11 +603,11 @@ def _what_to_do(verdict: HangVerdict, ranks: Mapping[int, Known]) -> str:
     """Return what to do about ranks that are late, one of which may say so by itself."""
     for known in (ranks[rank] for rank in verdict.late):
         if known.facts is not None and known.facts.state == "T":
-            return f"kill -CONT {known.pid} lets rank {known.rank} go on"
+            return f"kill -CONT {known.pid} resumes rank {known.rank}"
         if known.stack is not None and known.stack.collects:
-            return "gc.freeze() once the model and the data are there; gc.disable() where the program leaves no cycles"
+            return "call gc.freeze() once the model and the data are loaded, or gc.disable() if there are no cycles"
     return (
-        "lockstep runs stack prints where every rank is now; what is meant to take its time goes into "
+        "lockstep runs stack prints where every rank is now; put work that may take long into "
         '`with lockstep.expect_slow("…"):`'
     )
 

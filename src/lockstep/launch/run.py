@@ -574,7 +574,7 @@ class _Run:
             self._others.end(End(Verdict(EndKind.JOINING, attempt.round.node_rank, text).to_json()))
         elif not self._told_of_waiting:
             self._told_of_waiting = True
-            say(f"{machines} to join, and can when the job starts again: no Checkpointer is there that would save now")
+            say(f"{machines} to join, and will at the next restart: there is no Checkpointer that could save now")
 
     def _on_lost_client(self, others: Rendezvous, why: str) -> None:
         """Go on without the client that has died or does not answer, if possible with another one."""
@@ -628,7 +628,7 @@ class _Run:
         policy, attempt = self._launcher.policy, self._launcher.attempt
         if policy.stopped_by is not None or not attempt.listening or signum == signal.SIGQUIT:
             return
-        what = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP (the terminal has gone)"}.get(signum, signum.name)
+        what = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP (the terminal was closed)"}.get(signum, signum.name)
         again = "" if signum == signal.SIGHUP else "; a second one stops them at once"
         if attempt.stop_note() is not None:
             say(f"{what}: the ranks have saved, and leave (within --grace){again}")

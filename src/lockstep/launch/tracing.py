@@ -148,8 +148,8 @@ class Tracer:
         if len(there) < nodes:
             return [
                 f"the trace of {nodes - len(there)} of {nodes} machines is not in {paths[0].parent}: copy it here, and "
-                "lockstep runs trace FILE… merges them; where all machines share the folder that --log-dir names, that "
-                "is done by itself"
+                "lockstep runs trace FILE… merges them; if all machines share the folder of --log-dir, they are "
+                "merged automatically"
             ]
         try:
             trace, path = traces.merge([traces.read(each) for each in there]), self._path(None)
@@ -174,12 +174,12 @@ def _describe(trace: Trace, path: Path, *, alone: bool) -> list[str]:
         f"{whole} is in {path}; https://ui.perfetto.dev opens it"
     ]
     if about["missing_ranks"]:
-        said.append(f"it has nothing of {which_ranks(about['missing_ranks'])}: they did not get as far")
+        said.append(f"it has nothing of {which_ranks(about['missing_ranks'])}, which did not reach these steps")
     if about["cut_off"]:
         said.append(f"it ends early for {which_ranks(about['cut_off'])}, which ended within it")
     if about["lost_events"]:
         lost = sum(about["lost_events"].values())
-        said.append(f"there was no room for {lost:,} of its events: fewer steps have room")
+        said.append(f"there was no room for {lost:,} of its events: trace fewer steps")
     for name, told in about["profiles"].items():
         rank = name.partition("/")[0]
         if "trouble" in told:

@@ -32,8 +32,8 @@ def own_address(endpoint: tuple[str, int] | None) -> str:
             if endpoint is None and len(found) == 1:
                 return found[0]
             raise OSError(
-                f"this machine's address is not known, for there is no way to {host} ({error.strerror}): say "
-                "--local-addr"
+                f"this machine's address is not known, because there is no route to {host} ({error.strerror}): give "
+                f"--local-addr"
             ) from error
         return str(probe.getsockname()[0])
 

@@ -92,7 +92,7 @@ _DISMISSAL = 60.0
 #: The advice when the store is lost in the middle of a job.
 _AGAIN = (
     ". Is that machine up and reachable, and does the same command run there? Start the command again on all machines "
-    "to go on from the last checkpoint; --rdzv file:FOLDER, on a shared disk, survives any of them"
+    "to resume from the last checkpoint; --rdzv file:FOLDER, on a shared disk, survives any of them"
 )
 
 
@@ -518,7 +518,7 @@ class _Client:
         self._store = PrefixStore(self._key(f"attempt/{attempt.count}"), self._shared)
         while missing := [each for each in attempt.tickets if each not in self._cards]:
             if time.monotonic() >= self._form_by:
-                self._fail(attempt, f"{len(missing)} of them have not said what they bring")
+                self._fail(attempt, f"{len(missing)} of them have not described themselves")
                 return None
             self._look_on(self._said)
             self._idle(0.001)
@@ -647,7 +647,7 @@ class _Client:
             left = self._shared.add(self._key(f"{meet.last}/left"), 1)
             if self._serves:  # the others have yet to find the result
                 self._see_off(self._shared, left)
-        raise _Refusal(why or f"the job at {self.endpoint} is over, and did not need this machine any more", exit_code)
+        raise _Refusal(why or f"the job at {self.endpoint} has ended, and no longer needed this machine", exit_code)
 
     def _place_to_come(self, attempt: RoundAttempt, now: float) -> str:
         """Say what this machine waits for, once it has waited for a while: a round of others that goes on."""
@@ -659,9 +659,9 @@ class _Client:
         machines = counted(len(attempt.names), "machine")
         who = "; ".join(card.place for card in cards)
         if len(attempt.names) < self._options.max_nodes:
-            return f"this machine waits to join a job of {machines} that goes on ({who})"
+            return f"this machine waits to join a running job of {machines} ({who})"
         return (
-            f"this machine is spare: a job of {machines}, as many as --nnodes allows, goes on ({who}); it takes the "
+            f"this machine is spare: a job of {machines}, as many as --nnodes allows, is running ({who}); it takes the "
             "place of one that is lost"
         )
 

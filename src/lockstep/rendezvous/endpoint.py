@@ -107,8 +107,8 @@ class Knock(threading.Thread):
             self.why = f"another program uses the port: at {where} {said}, which a launcher's store never does"
             return
         self.why = (
-            f"a program takes connections at {where}, but does not answer as a launcher's store does: it is another "
-            "program, or a launcher that stands still"
+            f"a program accepts connections at {where}, but does not answer like a launcher's store: it is another "
+            f"program, or a launcher that hangs"
         )
         with contextlib.suppress(RuntimeError, OSError):  # torch's words name addresses that it was never given
             self.store = TCPStore(

@@ -69,7 +69,7 @@ class Run:
             UnknownRun: it has ended, or goes on elsewhere.
         """
         if not self.is_here and "ended" not in self.about:
-            raise UnknownRun(f"{self.name} was started on {self.about['host']}: say the same there")
+            raise UnknownRun(f"{self.name} was started on {self.about['host']}: run the same command there")
         if not self.is_alive:
             raise UnknownRun(f"{self.name} has ended ({self.ending}), and its ranks with it")
 

@@ -33,7 +33,7 @@ _CHECKPOINTS = 1000
 class RunEnd(CodedEnum):
     """How a run ended, or that it goes on."""
 
-    RUNNING = "goes on", "run-running"
+    RUNNING = "running", "run-running"
     DONE = "done", "run-done"
     SAVED = "stopped on request, and saved", "run-saved"
     STOPPED = "stopped on request, and not saved", "run-stopped"
@@ -274,7 +274,7 @@ class Recorder:
 
     def _give_up(self, error: OSError) -> None:
         self._failed = True
-        self._tell(f"the record of this run ends here, the run goes on: {error}")
+        self._tell(f"the record of this run ends here, but the run continues: {error}")
 
 
 def end_by(exit_code: int) -> RunEnd:

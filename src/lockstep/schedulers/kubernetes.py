@@ -117,8 +117,8 @@ class JobManifest:
             raise ValueError(f"--mem {self.memory}: expected a size for each pod, such as 64Gi")
         if self.max_restarts is not None and self.controller is Controller.JOB and self.rdzv is None:
             raise ValueError(
-                f"--max-restarts {self.max_restarts} with --controller job: a Job makes single pods anew, which would "
-                "meet the others in the middle of their steps; a JobSet makes all of them anew (--controller jobset), "
+                f"--max-restarts {self.max_restarts} with --controller job: a Job recreates single pods, which can't "
+                f"join the others in the middle of a step; a JobSet recreates all of them (--controller jobset), "
                 "and launchers that find each other start their ranks again by themselves (--rdzv service)"
             )
         self._check_rdzv()

@@ -20,7 +20,7 @@ from lockstep.text import NEXT, as_clock, counted
 
 #: What to do about a rank that failed, by what ended it.
 _REMEDIES = {
-    FailureKind.RAISED: "mend what the error of rank {rank} says: {error}",
+    FailureKind.RAISED: "fix what the error of rank {rank} says: {error}",
     FailureKind.EXITED: "read why rank {rank} left with exit code {exit_code}: the program did so itself{log}",
     FailureKind.KILLED: "find out what sent {signal} to rank {rank}; --max-restarts 3 starts the ranks again after it",
     FailureKind.MEMORY: "take a smaller batch, fewer ranks or fewer workers of the loader: memory was out",
@@ -109,7 +109,7 @@ class Explanation:
         failure = self.failures[-1] if self.failures else None
         kinds = {each.code: each for each in FailureKind}
         if failure is None or failure["code"] not in kinds:
-            return [f"read what was said at its end: {self.run.path.name} in {self.run.path.parent}"]
+            return [f"read the messages at its end: {self.run.path.name} in {self.run.path.parent}"]
         log = f"; the end of its log, {failure['log']}, may say more" if failure["log"] else ""
         words = {**failure, "log": log, "error": _error_in_words(failure)}
         return [_REMEDIES[kinds[failure["code"]]].format(**words)]
@@ -122,7 +122,8 @@ class Explanation:
             return (
                 "before you run it again, move the checkpoints out of the run's folder that were saved after the "
                 "replicas began to differ (the error says since when; the newest is of step "
-                f"{last['step']:,} or later), or begin anew in another folder: a resume takes the newest that is there"
+                f"{last['step']:,} or later), or start again in another folder: a run resumes from the newest "
+                f"checkpoint in its folder"
             )
         return f"run the same command again: it resumes from the newest checkpoint, of step {last['step']:,} or later"
 
@@ -138,13 +139,13 @@ class Explanation:
         if end is RunEnd.RUNNING:
             lines.append("how it ends: this is the run so far")
         elif end is RunEnd.KILLED:
-            lines.append("what ended it: its launcher wrote no last word, and its last second is not recorded")
+            lines.append("what ended it: its launcher left no record of its end, and its last second is not recorded")
         elif end is RunEnd.UNKNOWN:
-            lines.append(f"how it ended, or whether it goes on: it was started on {run.about.get('host')}")
+            lines.append(f"how it ended, or whether it is still running: it was started on {run.about.get('host')}")
         if end is RunEnd.FAILED and not any(each["rank"] is not None for each in self.failures):
             lines.append("which rank failed: the record names none")
         lines += [
-            f"at which step rank {each['rank']} failed: nobody counts its steps"
+            f"at which step rank {each['rank']} failed: its steps are not counted"
             for each in self.failures
             if each["rank"] is not None and each["step"] is None
         ]
@@ -155,7 +156,7 @@ class Explanation:
         if self.summary is not None and len(self.summary["ranks"]) < whole and here < whole:
             lines.append("what the ranks of other machines did: this record is that of one machine")
         if not run.about.get("checkpoints"):
-            lines.append("whether it saved: no Checkpointer told of a checkpoint")
+            lines.append("whether it saved: no Checkpointer reported a checkpoint")
         return lines
 
     def to_json(self) -> dict[str, Any]:

@@ -197,12 +197,12 @@ def _judge_addresses(
         elif is_loopback(one.resolved) and not is_loopback(address) and len(failed) == len(found):
             yield wrong(
                 Problem.NAME_LEADS_TO_SELF, "ways",
-                f"on {source} the name {address} leads to {one.resolved}, {source} itself, not to {target}",
+                f"on {source} the name {address} resolves to {one.resolved}, {source} itself, not to {target}",
                 f"correct /etc/hosts on {source}: Debian and Ubuntu write a machine's own name there with 127.0.1.1",
             )  # fmt: skip
         elif any(each.how == "other" for each in failed):
             yield wrong(
-                Problem.ANOTHER_ANSWERS, "ways", f"what answers {source} at {name} is not {target}",
+                Problem.ANOTHER_ANSWERS, "ways", f"the machine that answers {source} at {name} is not {target}",
                 f"correct the name on {source} (/etc/hosts, DNS), or use another address of {target}; a proxy may be "
                 "between them",
             )  # fmt: skip

@@ -126,7 +126,7 @@ def check_cores(task: CheckTask) -> Iterator[Finding]:
         yield warning(
             Problem.OMP_THREADS_INVALID,
             "cores",
-            f"OMP_NUM_THREADS={text!r} is no number of threads",
+            f"OMP_NUM_THREADS={text!r} is not a number of threads",
             "unset OMP_NUM_THREADS",
         )
     elif text and int(text) * task.ranks > cores and int(text) > 1:
@@ -193,7 +193,7 @@ def check_shared_memory(task: CheckTask) -> Iterator[Finding]:
         yield warning(
             Problem.DEV_SHM_MISSING,
             "/dev/shm",
-            f"/dev/shm can't be used ({error.strerror}): DataLoader workers hand batches over in it",
+            f"/dev/shm can't be used ({error.strerror}): DataLoader workers pass batches through it",
             advice,
         )
     else:
@@ -202,14 +202,14 @@ def check_shared_memory(task: CheckTask) -> Iterator[Finding]:
             yield warning(
                 Problem.DEV_SHM_NOT_WRITABLE,
                 "/dev/shm",
-                "/dev/shm is not writable: DataLoader workers hand batches over in it",
+                "/dev/shm is not writable: DataLoader workers pass batches through it",
                 advice,
             )
         elif total and total < _SHARED:
             yield warning(
                 Problem.DEV_SHM_TOO_SMALL,
                 "/dev/shm",
-                f"/dev/shm has {as_size(total)}: DataLoader workers hand batches over in it, and die where it is full",
+                f"/dev/shm has {as_size(total)}: DataLoader workers pass batches through it, and crash when it is full",
                 f"{advice}; or num_workers=0",
             )
         elif total and free < _SHARED_FREE:
@@ -253,7 +253,7 @@ def check_limits(task: CheckTask) -> Iterator[Finding]:
         yield warning(
             Problem.OPEN_FILES_FEW,
             "open files",
-            f"ulimit -n is {soft}: loaders with many workers hand batches over by open files",
+            f"ulimit -n is {soft}: loaders with many workers pass batches through open files",
             raised,
         )
     else:
@@ -353,8 +353,8 @@ def check_names(task: CheckTask) -> Iterator[Finding]:
         yield warning(
             Problem.OWN_NAME_LOOPBACK,
             "names",
-            f"this machine's own name, {name}, leads to {', '.join(found)} (Debian and Ubuntu write it so), where no "
-            "other machine reaches it",
+            f"this machine's own name, {name}, resolves to {', '.join(found)} (Debian and Ubuntu set it up so), where "
+            f"no other machine reaches it",
             "start with --rdzv or --hosts, which find the address by the route; for --node-rank and other launchers "
             "write its address in place of 127.0.1.1 into /etc/hosts, or set GLOO_SOCKET_IFNAME",
         )
@@ -372,7 +372,7 @@ def check_ports(task: CheckTask) -> Iterator[Finding]:
             yield ok("ports", f"{port} is free, for {use}")
             continue
         what = f"port {port}, which {use} takes, is in use{_listener(port)}"
-        advice = f"end what is left of another job there, or say {option}"
+        advice = f"end the process that uses it, or give {option}"
         yield (
             wrong(Problem.PORT_IN_USE, "ports", what, advice)
             if task.several
@@ -390,7 +390,7 @@ def check_temporary(task: CheckTask) -> Iterator[Finding]:
         yield wrong(
             Problem.TEMPORARY_FOLDER_MISSING,
             "temporary files",
-            f"there is no place for them: {error.strerror}",
+            f"no folder for them can be used: {error.strerror}",
             "name one with TMPDIR",
         )
         return
@@ -400,7 +400,7 @@ def check_temporary(task: CheckTask) -> Iterator[Finding]:
             Problem.TEMPORARY_FOLDER_FULL,
             "temporary files",
             f"{folder} has {as_size(free)} left",
-            "make room there, or name another with TMPDIR",
+            "free space there, or name another with TMPDIR",
         )
     else:
         yield ok("temporary files", f"{as_size(free)} free in {folder}")

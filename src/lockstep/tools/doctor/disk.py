@@ -30,7 +30,7 @@ def check_folder(task: CheckTask) -> Iterator[Finding]:
     there = nearest(folder)
     name = str(folder) if there == folder else f"{there}, where {folder.relative_to(there)} would be made,"
     if not there.is_dir():
-        yield wrong(Problem.NOT_A_FOLDER, "folder", f"{there} is no folder", "name another with --folder")
+        yield wrong(Problem.NOT_A_FOLDER, "folder", f"{there} is not a folder", "name another with --folder")
         return
     try:
         durations = _write(there)
@@ -40,21 +40,21 @@ def check_folder(task: CheckTask) -> Iterator[Finding]:
             Problem.FOLDER_NOT_WRITABLE,
             "folder",
             f"nothing can be written to {name} ({error.strerror})",
-            "name another with --folder, or make room or give yourself the right there",
+            "name another with --folder, free space, or get write permission there",
         )
         return
     fs, kind = os.statvfs(there), file_system(there)
     free = fs.f_bavail * fs.f_frsize
     if free < _NONE:
         yield wrong(
-            Problem.FOLDER_FULL, "folder", f"{name} has {as_size(free)} left", "make room: no checkpoint fits there"
+            Problem.FOLDER_FULL, "folder", f"{name} has {as_size(free)} left", "free space: no checkpoint fits there"
         )
     elif free < _LITTLE:
         yield warning(
             Problem.FOLDER_NEARLY_FULL,
             "folder",
             f"{name} has {as_size(free)} left",
-            "make room: a save writes the new checkpoint before it removes an old one",
+            "free space: a save writes the new checkpoint before it removes an old one",
         )
     else:
         yield ok("folder", f"{as_size(free)} free in {name.rstrip(',')}" + (f"; {kind}" if kind else ""))
@@ -68,13 +68,13 @@ def check_folder(task: CheckTask) -> Iterator[Finding]:
     if kind in ("tmpfs", "ramfs"):
         yield warning(
             Problem.FOLDER_IN_MEMORY, "folder",
-            f"{name} is in memory ({kind}): what is saved there is gone when the machine is",
+            f"{name} is in memory ({kind}): what is saved there is lost when the machine restarts",
             "name a folder on a disk with --folder",
         )  # fmt: skip
     if not locks:
         yield warning(
             Problem.FOLDER_WITHOUT_LOCKS, "folder",
-            f"{name} is on a file system without locks (flock): two jobs there are not kept apart",
+            f"{name} is on a file system without locks (flock): a second job there is not refused",
             "use another file system, or one job at a time",
         )  # fmt: skip
     took = statistics.median(durations)

@@ -168,11 +168,11 @@ class _Host:
                 for finding in check(task):
                     _say({"found": finding.to_json()})
             except Exception as error:  # noqa: BLE001  (the other checks go on)
-                what = f"this could not be looked at: {type(error).__name__}: {error}"
+                what = f"this check failed: {type(error).__name__}: {error}"
                 _say(
                     {
                         "found": wrong(
-                            Problem.CHECK_FAILED, name, what, "write an issue with the output of lockstep doctor --env"
+                            Problem.CHECK_FAILED, name, what, "report an issue with the output of lockstep doctor --env"
                         ).to_json()
                     }
                 )

@@ -31,14 +31,14 @@ def check_torch(task: CheckTask) -> Iterator[Finding]:
             Problem.TORCH_NO_ANSWER,
             "torch",
             f"torch was not imported, or the GPU's driver has not answered, within {TORCH_LIMIT:g} s",
-            "try python -c 'import torch; print(torch.cuda.device_count())' there; nvidia-smi tells of the driver",
+            "try python -c 'import torch; print(torch.cuda.device_count())' there; see nvidia-smi for the driver",
         )
     elif ended.code:
         yield wrong(
             Problem.TORCH_IMPORT_FAILED,
             "torch",
             f"torch can't be imported: {ended.last_words}",
-            "install it anew, for this Python",
+            "reinstall it for this Python",
         )
     else:
         yield from judge_torch(json.loads(ended.out), gpus=machine.gpus({}), visible=machine.gpus(), ranks=task.ranks)
@@ -174,7 +174,7 @@ def check_job(task: CheckTask) -> Iterator[Finding]:
             Problem.JOB_FAILED,
             "a job",
             f"a job of two ranks on this machine fails: {job}",
-            "mend this first; the rest follows",
+            "fix this first; the rest may follow from it",
         )
     else:
         yield judge_own_job(job)
@@ -201,7 +201,7 @@ def judge_own_job(job: Mapping[str, Any]) -> Finding:
 
 
 _REPORT = (
-    "this must not be: write an issue with the output of lockstep doctor --env, and look at the machine's memory "
+    "this must never happen: report an issue with the output of lockstep doctor --env, and test the machine's memory "
     "(memtest)"
 )
 
@@ -209,7 +209,7 @@ _REPORT = (
 def read_job(ended: child.ChildResult) -> dict[str, Any] | str:
     """Return what ``trial.py`` has printed, or why it has not."""
     if ended.code is None:
-        return f"it has not ended in its time; {ended.last_words}"
+        return f"it did not end in time; {ended.last_words}"
     try:
         if ended.code == 0:
             found: dict[str, Any] = json.loads(ended.out.splitlines()[-1])

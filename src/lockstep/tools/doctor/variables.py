@@ -12,6 +12,7 @@ from lockstep import knobs
 from lockstep.errors import EnvironmentMismatch
 from lockstep.identity import Identity
 from lockstep.schedulers.place import node, rank_variables
+from lockstep.text import joined
 from lockstep.tools.doctor.findings import Finding, Problem, ok, warning, wrong
 
 _OURS = "LOCKSTEP_"
@@ -23,8 +24,8 @@ _SHORT = 20.0
 _COSTLY = (
     ("CUDA_LAUNCH_BLOCKING", "1", "makes the GPU wait for each kernel"),
     ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "has torch check every collective by another one"),
-    ("NCCL_P2P_DISABLE", "1", "sends what goes from GPU to GPU through the host's memory"),
-    ("NCCL_SHM_DISABLE", "1", "sends what stays on this machine through the network"),
+    ("NCCL_P2P_DISABLE", "1", "sends data between GPUs through the host's memory"),
+    ("NCCL_SHM_DISABLE", "1", "sends data within this machine through the network"),
     ("NCCL_IB_DISABLE", "1", "has NCCL use TCP in place of InfiniBand"),
     ("NCCL_DEBUG", "TRACE", "writes a line for each of NCCL's operations"),
     ("PYTHONMALLOC", "debug", "checks every piece of Python's memory"),
@@ -42,11 +43,12 @@ def check_variables(env: Mapping[str, str] = os.environ) -> Iterator[Finding]:
 def check_own(env: Mapping[str, str]) -> Iterator[Finding]:
     """Look at the variables that are named like lockstep's."""
     known = knobs.names()
+    theirs = sorted(known - set(knobs.OF_A_RANK))
     for name in sorted(name for name in env if name.startswith(_OURS) and name not in known):
-        close = difflib.get_close_matches(name, known - set(knobs.OF_A_RANK), 1)
-        advice = f"say {close[0]}, or unset it" if close else "unset it; docs/guide.md has those that there are"
+        close = difflib.get_close_matches(name, theirs, 1)
+        advice = f"say {close[0]}, or unset it" if close else f"unset it; lockstep's variables are {joined(theirs)}"
         yield warning(
-            Problem.VARIABLE_UNKNOWN, "variables", f"{name} is no variable of lockstep, and does nothing", advice
+            Problem.VARIABLE_UNKNOWN, "variables", f"{name} is not a variable of lockstep, and has no effect", advice
         )
     for text in knobs.bad_values(env):
         yield wrong(Problem.VARIABLE_INVALID, "variables", text, "set it so, or unset it")

@@ -148,9 +148,9 @@ def look_at(hosts: Sequence[Host], asked: VisitOptions) -> Report:
         if several and len(party.there) > 1:
             report.between += _look_between(party, folder=folder, quick=asked.quick)
         elif several:
-            what = "too few hosts were reached for a look at what lies between them"
+            what = "too few hosts were reached to check the connections between them"
             report.between.append(
-                warning(Problem.HOSTS_TOO_FEW, "ways", what, "mend what is wrong with the others first")
+                warning(Problem.HOSTS_TOO_FEW, "ways", what, "fix what is wrong with the others first")
             )
     return report
 
@@ -180,15 +180,15 @@ _ADVICE_NAME = "write the host into ~/.ssh/config, or name it by its address"
 _WORDS = (
     (
         "Permission denied",
-        "make a key that needs no password known there: ssh-copy-id HOST; try ssh -o BatchMode=yes HOST",
+        "install a key there that ssh can use without a password: ssh-copy-id HOST; try ssh -o BatchMode=yes HOST",
     ),
     ("Host key verification failed", "ssh HOST once by hand, and compare the key that it shows"),
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", "find out why the host has another key; then ssh-keygen -R HOST"),
     ("Could not resolve hostname", _ADVICE_NAME),
     ("Connection refused", "start sshd there (systemctl start ssh), or name its port in ~/.ssh/config"),
-    ("No route to host", "see whether the host is up, and its firewall lets ssh in"),
-    ("timed out", "see whether the host is up, and its firewall lets ssh in"),
-    ("can't cd", "make the folder that this command is started in on all hosts, or start it in one that they have"),
+    ("No route to host", "check whether the host is up, and whether its firewall lets ssh in"),
+    ("timed out", "check whether the host is up, and whether its firewall lets ssh in"),
+    ("can't cd", "create the folder in which this command is started on all hosts, or start it in one that they have"),
     (
         "No such file or directory",
         "install the same Python with lockstep at the same path, and have the same folder there",
@@ -258,7 +258,7 @@ class _Party:
                 what = f"this could not be asked: {visit.answer['error']}"
                 visit.visited.findings.append(
                     wrong(
-                        Problem.CHECK_FAILED, visit.at, what, "write an issue with the output of lockstep doctor --env"
+                        Problem.CHECK_FAILED, visit.at, what, "report an issue with the output of lockstep doctor --env"
                     )
                 )
             else:
@@ -336,7 +336,7 @@ def _look_between(party: _Party, *, folder: str, quick: bool) -> Iterator[Findin
         return
     if not reached:
         yield warning(
-            Problem.JOB_NOT_TRIED, "a job", "not tried, since not all hosts reach each other", "mend that first"
+            Problem.JOB_NOT_TRIED, "a job", "not tried, since not all hosts reach each other", "fix that first"
         )
         return
     yield from _try_job(party)
@@ -419,7 +419,7 @@ def _try_job(party: _Party) -> Iterator[Finding]:
             Problem.JOB_FAILED,
             "a job",
             what,
-            "mend what is wrong above; then try lockstep run --hosts with a small program",
+            "fix what is wrong above; then try lockstep run --hosts with a small program",
         )
         return
     places = {visit.name: visit.visited.facts["place"] for visit in visits}

@@ -67,7 +67,7 @@ class Recorded:
         starts = [start for start in run.about["starts"] if start.get("trace")]
         if not starts:
             known = any("trace" in start for start in run.about["starts"])
-            why = needs if known else "it was recorded by an earlier lockstep, or was killed at once: record it anew"
+            why = needs if known else "it was recorded by an earlier lockstep, or was killed at once: record it again"
             raise UnknownRun(f"{run.name}: it has no trace of its steps: {why}")
         try:
             tables = timetables(traces.read(run.path.parent / str(starts[-1]["trace"])))
@@ -353,7 +353,7 @@ class Plan:
         else:
             said.append("weak scaling: every rank has as many samples as it had, so the global batch grows")
         if len(recorded.tables) == 1:
-            said.append("one rank was recorded, and nobody knows by how much several would differ: no stragglers")
+            said.append("one rank was recorded, so it is not known how much several would differ: no stragglers")
         else:
             said.append(
                 f"stragglers: N ranks are N/{len(recorded.tables)} of each recorded one, and each draws one of its "

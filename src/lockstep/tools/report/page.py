@@ -134,11 +134,11 @@ class _Page:
         account = self._account
         until = scales.moment(account.grid.ends[-1])
         if account.run.is_alive:
-            yield f"The run goes on: this is what was recorded up to {until}."
+            yield f"The run is still running: this is what was recorded up to {until}."
         elif account.run.ending == "killed":
             yield f"The run was killed, launcher and all: its record ends at {until}."
         elif "ended" not in account.run.about:
-            yield f"Whether the run goes on, only its machine knows; its record so far ends at {until}."
+            yield f"Only its machine knows whether the run is still running; its record so far ends at {until}."
         if account.verdict and account.run.summary is None:
             yield f"The verdict is by what is recorded so far, without the last seconds ({headline})."
         missing = account.run.world_size - len({*account.ranks})

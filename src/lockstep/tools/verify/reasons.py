@@ -48,7 +48,7 @@ class Cause(CodedEnum):
 
     UNSEEDED = "random numbers without a seed", "unseeded"
     OPERATION = "an operation that is not deterministic", "nondeterministic-operation"
-    START = "first parameters that depend on the number of ranks", "first-parameters-by-rank-count"
+    START = "initial parameters that depend on the number of ranks", "first-parameters-by-rank-count"
     OUTSIDE = "a parameter outside the replica", "parameter-outside-replica"
     BATCH_PER_RANK = "a batch size per rank", "batch-per-rank"
     DATA = "data that depends on the rank", "data-by-rank"
@@ -61,7 +61,7 @@ class Cause(CodedEnum):
     PADDED = "samples padded to the longest of each rank's part", "padded-per-rank"
     TOGETHER = "samples that depend on each other", "samples-depend-on-each-other"
     SUM = "a loss that is a sum, or divided by the number of ranks", "loss-is-sum"
-    LOSS = "a loss that is no mean over samples", "loss-not-mean-over-samples"
+    LOSS = "a loss that is not a mean over samples", "loss-not-mean-over-samples"
     GATHERED = "a loss over what is gathered from all ranks", "loss-over-gathered"
     WEIGHTS = "ranks of unequal batches that count alike", "unequal-batches-alike"
     SCALE = "gradients that are scaled by the number of ranks", "gradients-scaled"
@@ -178,7 +178,7 @@ def _start(judgement: Judgement, difference: Distance, step: int) -> Iterable[Re
     yield Reason(
         Cause.APART if names else Cause.START,
         f"before step {step} the parameters differ by {judgement.relative:.1e}{drawn}",
-        "draw first parameters from the same seed on any number of ranks",
+        "draw initial parameters from the same seed on any number of ranks",
         sure=not names,
     )
 

@@ -253,7 +253,7 @@ class _Runs:
                 steps = f"and its ranks did not end together: {listed([*apart])}"
             return f"the run on {what} failed with exit code {code}, {steps}; its last lines:\n{self._last_lines(home)}"
         if len(found.ranks) < found.world_size:
-            return f"the run on {what} ended without a word of {found.world_size - len(found.ranks)} of its ranks"
+            return f"the run on {what} ended, but {found.world_size - len(found.ranks)} of its ranks left no record"
         if not found.steps:
             return f"the run on {what} ended without a step of any torch.optim optimizer{_why_no_step(found)}"
         if not any(each.names for each in found.first.optimizers):

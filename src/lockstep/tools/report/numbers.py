@@ -114,8 +114,8 @@ def _collect(run: Run) -> Account:
     elsewhere = (span for other in machines[1:] for span in read_spans(other, other.began - run.began, notes))
     spans = [*own, *(span for span in elsewhere if not known.issuperset(span.ranks))]
     if not own:
-        soon = " so far" if run.is_alive else ""
-        raise UnknownRun(notes[0] if notes else f"{run.name}: its ranks have taken no step{soon}: nothing to show")
+        why = " so far" if run.is_alive else f" ({run.ending}); lockstep runs explain {run.name} says how it ended"
+        raise UnknownRun(notes[0] if notes else f"{run.name}: nothing to show, its ranks have taken no step{why}")
     ranks = sorted({rank for span in spans for rank in span.ranks})
     grid = Grid.of(own)
     table, long = grid.spread(spans, ranks), grid.lengths

@@ -332,6 +332,7 @@ def test_rewind_leaves_a_folder_alone_in_which_a_job_trains(run: Path) -> None:
     assert _run("rewind", run, "--to", 1).exit_code == 0
 
 
+@pytest.mark.filterwarnings("ignore:the checkpoint step-.* holds values that are NaN:RuntimeWarning")
 def test_rewind_refuses_values_that_are_not_finite(tmp_path: Path) -> None:
     _save(tmp_path / "run", 1)
     _save(tmp_path / "run", 2, model={"body.weight": torch.full((2, 3), math.nan)})

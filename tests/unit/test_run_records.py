@@ -208,7 +208,7 @@ def test_numbers_that_are_not_finite_are_told_of(
 
 
 def test_a_run_that_fails_before_its_first_step_is_the_newest(tmp_path: Path, clock: _Clock) -> None:
-    home = tmp_path / "lockstep" / "runs"
+    home = tmp_path / "lockstep" / "logs"
     _record(home / "older", clock, step=0.05)
     recorder = Recorder(lambda: home / "failed", program=["train.py"], tell=print)
     (home / "failed").mkdir()

@@ -22,4 +22,4 @@ for _ in range(4):
         steps += 1
         if steps == 3 and world.rank == 1:
             with torch.no_grad():
-                model[0].bias.add_(0.01)
+                next(model.parameters()).add_(0.01)

@@ -13,11 +13,12 @@ class Denoiser(nn.Module):
         self.first, self.last = nn.Linear(21, 32), nn.Linear(32, 20)
         self.texts = nn.LSTM(32, 32, num_layers=2, dropout=0.3, batch_first=True)
 
-    def forward(self, noisy, levels):
+    def forward(self, noisy: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
         hidden = torch.relu(self.first(torch.cat([noisy, levels.unsqueeze(1) / 10], 1)))
         kept = hidden.new_empty(len(hidden), 1).bernoulli_(0.8)
         hidden = hidden + kept * self.texts(hidden.unsqueeze(1))[0].squeeze(1)
-        return self.last(hidden + 0.1 * torch.randn_like(hidden))
+        made: torch.Tensor = self.last(hidden + 0.1 * torch.randn_like(hidden))
+        return made
 
 
 lockstep.init()

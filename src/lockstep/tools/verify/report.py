@@ -134,7 +134,7 @@ def _then(contrast: Contrast, program: Program) -> str:
 
 def _verdict(judgement: Judgement) -> str:
     if judgement.kind is not FindingKind.DIFFERENT:
-        return judgement.kind.value
+        return str(judgement.kind.value)
     if judgement.stage is Stage.START:
         return "different before the first step"
     if judgement.stage is Stage.LAYOUT:

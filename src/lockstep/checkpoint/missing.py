@@ -65,24 +65,27 @@ def words_on_missing(run: RunState, *, besides: Collection[str] = ()) -> str:
 def _training_of(run: RunState) -> tuple[list[Any], list[Any], list[Any]]:
     """Return the optimizers of the model's parameters in this process, their schedulers, and loaders that resume."""
     parameters = {id(each) for each in run.model.parameters()}
-    optimizers, schedulers, loaders = [], [], []
-    resumes: dict[type, bool] = {}
-    for each in gc.get_objects():
-        kind = type(each)  # (not __class__, which may be anything)
-        if issubclass(kind, torch.optim.Optimizer):
-            groups = getattr(each, "param_groups", ())
-            if any(id(param) in parameters for group in groups for param in group["params"]):
-                optimizers.append(each)
-        elif issubclass(kind, LRScheduler):
-            schedulers.append(each)
-        else:
-            if kind not in resumes:
-                resumes[kind] = any(_LOADER_HOOK in vars(base) for base in kind.__mro__)
-            if resumes[kind]:
-                loaders.append(each)
+    objects = gc.get_objects()
+    # There are few types among some 300,000 objects, so only types are asked; type(), since __class__ may be anything.
+    kinds = {kind for kind in set(map(type, objects)) if _is_wanted(kind)}
+    found = [each for each in objects if type(each) in kinds]
+    optimizers = [
+        each
+        for each in found
+        if isinstance(each, torch.optim.Optimizer)
+        and any(id(param) in parameters for group in each.param_groups for param in group["params"])
+    ]
+    schedulers = [each for each in found if isinstance(each, LRScheduler)]
+    loaders = [each for each in found if hasattr(each, _LOADER_HOOK)]
     of_these = [each for each in schedulers if _is_among(getattr(each, "optimizer", None), optimizers)]
     chained = [inner for each in of_these for inner in getattr(each, "_schedulers", ())]
     return optimizers, [each for each in of_these if not _is_among(each, chained)], loaders
+
+
+def _is_wanted(kind: type) -> bool:
+    return issubclass(kind, (torch.optim.Optimizer, LRScheduler)) or any(
+        _LOADER_HOOK in vars(base) for base in kind.__mro__
+    )
 
 
 def _is_among(thing: object, others: Collection[Any]) -> bool:

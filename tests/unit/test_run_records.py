@@ -229,7 +229,7 @@ def test_a_run_that_fails_before_its_first_step_is_the_newest(tmp_path: Path, cl
     assert "exit 3, " in explained.output
     drawn = invoke(["runs", "report"])
     assert drawn.exit_code != 0
-    assert "failed: nothing to show, its ranks have taken no step (exit 3); lockstep runs explain" in drawn.output
+    assert "failed: its ranks have taken no step: nothing to show; lockstep runs explain failed says" in drawn.output
     listed = invoke(["runs", "ls"])
     assert listed.exit_code == 0
     assert listed.output.index("failed") < listed.output.index("older")

@@ -13,6 +13,7 @@ from lockstep.errors import LockstepError
 from lockstep.job.page import NAMES, Phase
 from lockstep.runs import history, reckoning
 from lockstep.runs.history import Run, UnknownRun
+from lockstep.runs.record import RunEnd
 from lockstep.tools.report.bins import NAN, Grid, Span, Start, Table, read_spans
 from lockstep.tools.report.logged import Metric, read_metrics
 
@@ -114,8 +115,9 @@ def _collect(run: Run) -> Account:
     elsewhere = (span for other in machines[1:] for span in read_spans(other, other.began - run.began, notes))
     spans = [*own, *(span for span in elsewhere if not known.issuperset(span.ranks))]
     if not own:
-        why = " so far" if run.is_alive else f" ({run.ending}); lockstep runs explain {run.name} says how it ended"
-        raise UnknownRun(notes[0] if notes else f"{run.name}: nothing to show, its ranks have taken no step{why}")
+        soon = " so far" if run.is_alive else ""
+        why = f"; lockstep runs explain {run.name} says how it failed" if run.end is RunEnd.FAILED else ""
+        raise UnknownRun(notes[0] if notes else f"{run.name}: its ranks have taken no step{soon}: nothing to show{why}")
     ranks = sorted({rank for span in spans for rank in span.ranks})
     grid = Grid.of(own)
     table, long = grid.spread(spans, ranks), grid.lengths

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -43,6 +44,17 @@ def test_the_first_failure_is_shown_with_its_own_traceback(tmp_path: Path) -> No
         assert any(
             line.startswith((f"rank {rank}: stopped", f"rank {rank} failed too", "ranks 0 and 2")) for line in report
         )
+
+
+def test_a_run_that_fails_before_its_first_step_is_the_one_that_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_PEER_FAILS.format(failing=1))
+    done = run(["lockstep", "run", "-n", "2", "--log-dir", "logs", "train.py"], tmp_path, torch=True)
+    assert done.code == 1
+    told = run(["lockstep", "runs", "explain", "./logs", "--json"], tmp_path)
+    found = json.loads(told.out)
+    assert (found["end"]["code"], found["end"]["exit_code"], found["ranks"], found["steps"]) == ("run-failed", 1, 2, 0)
+    (failure,) = found["failures"]
+    assert (failure["rank"], failure["error"]["type"]) == (1, "ValueError")
 
 
 _PRINTS_SLOWLY = """

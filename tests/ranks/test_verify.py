@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ _SCRIPTS = Path(__file__).with_name("verified")
 #: Script -> the cause that comes first, whether that is sure, and what the evidence has to name.
 _PLANTED = {
     "batch_norm": ("plain batch norm", True, "24 of 24 samples"),
-    "dropout": ("dropout per rank", True, "drawn in the forward, in 2 (Dropout)"),
+    "dropout_loss_sum": ("a loss that is a sum, or divided by the number of ranks", True, "0.5 times"),
+    "dropout_one_rank_writes": ("a step that is not the same on all ranks", True, "and others when step 4 begins"),
     "loss_sum": ("a loss that is a sum, or divided by the number of ranks", True, "0.5 times"),
     "loss_over_ranks": ("a loss that is a sum, or divided by the number of ranks", True, "divided by the number of"),
     "loss_times_ranks": (
@@ -87,6 +89,59 @@ def test_a_script_without_a_mistake_is_equal_within_rounding(tmp_path: Path, scr
     assert done.code == 0, done
     assert [each["verdict"] for each in found["contrasts"]] == ["equal within rounding"] * 2, done.out
     assert all(not each["reasons"] for each in found["contrasts"])
+
+
+@pytest.mark.parametrize(
+    ("script", "cause", "words"),
+    [
+        ("dropout", "dropout-per-rank", "drawn in the forward, in 2 (Dropout)"),
+        ("noise", "random-numbers-per-rank", "between the loader and the model"),
+        ("noise_in_the_loss", "random-numbers-per-rank", "between the model and the backward"),
+    ],
+)
+def test_random_numbers_of_each_rank_are_no_mistake(tmp_path: Path, script: str, cause: str, words: str) -> None:
+    done, found = _verify(tmp_path, _SCRIPTS / f"{script}.py")
+    assert (done.code, found["code"]) == (0, "equal-but-for-random-numbers"), done
+    (contrast,) = found["contrasts"]
+    assert contrast["all_but_random"] == "equal-within-rounding", done.out
+    assert contrast["growth"][-1]["gradients"] < 1e-4, "the second pair of runs is as close as rounding leaves it"
+    first = contrast["reasons"][0]
+    assert (first["code"], words in first["evidence"]) == (cause, True), done.out
+    assert "2 ranks: equal but for random numbers of each rank" in done.out
+    assert "for step in loader.steps():" in done.out, "the advice is all that has to be written"
+
+
+def test_a_mistake_under_dropout_is_told_beside_the_dropout(tmp_path: Path) -> None:
+    done, found = _verify(tmp_path, _SCRIPTS / "dropout_one_rank_writes.py")
+    (contrast,) = found["contrasts"]
+    assert (contrast["stage_code"], contrast["first_step"]) == ("differs-between-ranks", 4), done.out
+    assert "found with random numbers made alike" in done.out
+    assert "from step 1 on (dropout per rank), which is no mistake" in " ".join(done.out.split())
+
+
+def test_the_lines_that_the_advice_names_give_equal_bits(tmp_path: Path) -> None:
+    """The loop of a script with dropout, replaced by the one that the report of the script has."""
+    done, _ = _verify(tmp_path, _SCRIPTS / "dropout.py")
+    lines = done.out.split("(docs/exactness.md):\n")[1].splitlines()[:6]
+    loop = textwrap.dedent("\n".join(lines)).replace("loss_function", "nn.functional.cross_entropy")
+    text = (_SCRIPTS / "dropout.py").read_text().replace("lockstep.shard(DataLoader", "(DataLoader")
+    advised = text.split("for _ in range(4):")[0] + loop
+    done, found = _verify(tmp_path, _write(tmp_path, advised))
+    assert (done.code, found["verdict"]) == (0, "equal bits"), done
+
+
+def test_numbers_that_cannot_be_made_alike_are_said_to_be_in_the_way(tmp_path: Path) -> None:
+    text = (_SCRIPTS / "dropout.py").read_text().replace("nn.Dropout(0.2)", "Masked()")
+    module = (
+        "class Masked(nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x * torch.poisson(torch.full_like(x, 1.0))\n\n"
+    )
+    script = _write(tmp_path, text.replace("lockstep.init()", module + "lockstep.init()"))
+    done, found = _verify(tmp_path, script)
+    assert (done.code, found["code"]) == (1, "different"), done
+    assert found["contrasts"][0]["reasons"][0]["code"] == "dropout-per-rank"
+    assert "could not be made alike" in done.out
 
 
 def test_batches_in_slices_have_equal_bits(tmp_path: Path) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shlex
 import stat
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +21,7 @@ from safetensors.torch import load_file
 
 from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.folders import MANIFEST
-from lockstep.checkpoint.locks import RunLock, reading
+from lockstep.checkpoint.locks import LOCK_FILE, RunLock, reading
 from lockstep.checkpoint.manifest import MODEL
 from lockstep.checkpoint.plan import text
 from lockstep.checkpoint.state import Moment
@@ -265,3 +269,73 @@ def test_a_manifest_that_lies_outside_is_not_followed(run: Path, tmp_path: Path)
     manifest.symlink_to(tmp_path / "elsewhere")
     assert "a link" in _run("verify", run, "--step", 3).output
     assert json.loads((tmp_path / "elsewhere").read_text())["step"] == 3
+
+
+# Going back ----------------------------------------------------------------------------------------------------------
+
+
+def test_rewind_sets_newer_ones_aside_and_loses_none(run: Path) -> None:
+    (run / "metrics.jsonl").write_text('{"step": 3}\n')
+    before = {path.name: (path / MANIFEST).read_bytes() for path in run.glob("step-*")}
+    told = holds(_run("rewind", run, "--to", 1, "--json").stdout, "lockstep.checkpoint.rewind/1")
+    assert (told["target"], told["moved"]) == ("step-00000001", ["step-00000003", "step-00000002"])
+    aside = run / "set-aside-1"
+    assert told["aside"] == str(aside)
+    assert aside.stat().st_mode & 0o777 == 0o700
+    assert sorted(path.name for path in run.glob("step-*")) == ["step-00000000", "step-00000001"]
+    there = {path.name: (path / MANIFEST).read_bytes() for path in [*run.glob("step-*"), *aside.glob("step-*")]}
+    assert there == before
+    assert (aside / "metrics.jsonl").read_text() == '{"step": 3}\n', "a run that resumes drops its later lines"
+    assert not (run / LOCK_FILE).exists()
+    assert _run("verify", aside).exit_code == 0, "it has the form of a run's folder"
+    _save(run, 2)
+    again = _run("rewind", run, "--to", 0)
+    assert "they are in " + str(run / "set-aside-2") in again.stdout
+    undo = shlex.split(again.stdout.split("to undo it: ")[1])
+    subprocess.run(undo, check=True)
+    assert sorted(path.name for path in run.glob("step-*")) == [f"step-{step:08d}" for step in range(3)]
+
+
+def test_rewind_changes_nothing_where_it_makes_no_sense(run: Path) -> None:
+    def there() -> list[str]:
+        return sorted(str(path.relative_to(run)) for path in run.rglob("*"))
+
+    before = there()
+    assert _run("rewind", run, "--to", 1, "--dry-run").stdout.startswith("would set aside step-00000003\n")
+    assert "step-00000003 is the newest already" in _run("rewind", run, "--to", 3).stdout
+    refused = _run("rewind", run, "--to", 7)
+    assert (refused.exit_code, "no checkpoint there of step 7; there are" in refused.stderr) == (2, True)
+    with reading(run / "step-00000003"):
+        refused = _run("rewind", run, "--to", 1)
+        assert (refused.exit_code, "step-00000003 is being read" in refused.stderr) == (2, True), refused.output
+    assert there() == before
+    _flip(run / "step-00000001" / MODEL)
+    refused = _run("rewind", run, "--to", 1)
+    assert "no run would resume from step 1, so nothing was set aside: " in refused.stderr
+    assert there() == before
+
+
+def test_rewind_leaves_a_folder_alone_in_which_a_job_trains(run: Path) -> None:
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom lockstep.checkpoint.locks import RunLock\n"
+        "lock = RunLock(Path(sys.argv[1]))\nprint('held', flush=True)\nsys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "held\n"
+        refused = _run("rewind", run, "--to", 1)
+        job.communicate()
+    assert (refused.exit_code, f"process {job.pid} on" in refused.stderr) == (2, True), refused.output
+    assert len([*run.glob("step-*")]) == 4
+    assert _run("rewind", run, "--to", 1).exit_code == 0
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint step-.* holds values that are NaN:RuntimeWarning")
+def test_rewind_refuses_values_that_are_not_finite(tmp_path: Path) -> None:
+    _save(tmp_path / "run", 1)
+    _save(tmp_path / "run", 2, model={"body.weight": torch.full((2, 3), math.nan)})
+    _save(tmp_path / "run", 3)
+    refused = _run("rewind", tmp_path / "run", "--to", 2)
+    assert (refused.exit_code, "no run would resume from step 2" in refused.stderr) == (2, True), refused.output

@@ -44,7 +44,7 @@ def test_there_are_six_commands_three_of_them_groups() -> None:
             "runs trace",
         ),
         "checkpoint",
-        *(f"checkpoint {name}" for name in ("ls", "show", "verify", "prune", "export")),
+        *(f"checkpoint {name}" for name in ("ls", "show", "verify", "prune", "rewind", "export")),
         "verify",
         "doctor",
         *("submit", "submit slurm", "submit kubernetes"),

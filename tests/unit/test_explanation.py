@@ -109,8 +109,9 @@ def test_a_run_that_failed_names_rank_step_and_error(tmp_path: Path) -> None:
     mend, again = told["next"]
     assert mend == "fix what the error of rank 1 says: lockstep.ReplicaMismatch: rank 1 differs"
     assert again.startswith(
-        "before you run it again, move the checkpoints out of the run's folder that were saved after"
+        "before you run it again, go back to a checkpoint from before the replicas began to differ"
     ), "a resume takes the newest, in which the replicas differ"
+    assert "lockstep checkpoint rewind FOLDER --to STEP" in again
     assert "2,000 or later" in again
     text = _explained(folder)
     assert "\nfailed at 0:40: rank 1 after step 2,300: lockstep.ReplicaMismatch: rank 1 differs\n" in text

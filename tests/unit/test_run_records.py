@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import json
@@ -26,7 +27,7 @@ from lockstep.runs import history
 from lockstep.runs import series as series_module
 from lockstep.runs.history import UnknownRun
 from lockstep.runs.live import Live, Row
-from lockstep.runs.record import Recorder
+from lockstep.runs.record import Recorder, RunEnd
 from lockstep.runs.series import COLUMNS, Series, SeriesWriter
 from lockstep.tools import comparison
 from tests.recorded import write_record, write_series
@@ -206,6 +207,42 @@ def test_numbers_that_are_not_finite_are_told_of(
         (tmp_path / "run" / "run.json").write_text(json.dumps(about))
         with pytest.raises(UnknownRun, match=r"the record is damaged: nonfinite\.loss"):
             history.read(tmp_path / "run")
+
+
+def test_a_run_that_fails_before_its_first_step_is_the_newest(tmp_path: Path, clock: _Clock) -> None:
+    home = tmp_path / "lockstep" / "logs"
+    _record(home / "older", clock, step=0.05)
+    recorder = Recorder(lambda: home / "failed", program=["train.py"], tell=print)
+    (home / "failed").mkdir()
+    recorder.begin(number=0, node=0, world_size=2, ranks=range(2), job_folder=tmp_path)
+    recorder.event("failed", "rank 1 of 2 failed: exit code 3", failure={"rank": 1, "exit_code": 3}, again=False)
+    recorder.end(exit_code=3, summary=None, peaks={})
+    found = history.find(None, [home])
+    assert (found.name, found.ending, found.end.code, found.steps, found.world_size) == (
+        "failed",
+        "exit 3",
+        "run-failed",
+        0,
+        2,
+    )
+    invoke = functools.partial(CliRunner(env={"XDG_STATE_HOME": str(tmp_path)}).invoke, main)
+    explained = invoke(["runs", "explain"])
+    assert (explained.exit_code, "failed: train.py" in explained.output) == (0, True), explained.output
+    assert "exit 3, " in explained.output
+    drawn = invoke(["runs", "report"])
+    assert drawn.exit_code != 0
+    assert "failed: its ranks have taken no step: nothing to show; lockstep runs explain failed says" in drawn.output
+    listed = invoke(["runs", "ls"])
+    assert listed.exit_code == 0
+    assert listed.output.index("failed") < listed.output.index("older")
+
+
+@pytest.mark.parametrize("code", [0, 75, 130])
+def test_a_run_without_steps_that_did_not_fail_leaves_no_record(tmp_path: Path, code: int) -> None:
+    recorder = Recorder(lambda: tmp_path, program=["train.py"], tell=print)
+    recorder.begin(number=0, node=0, world_size=2, ranks=range(2), job_folder=tmp_path)
+    recorder.end(exit_code=code, summary=None, peaks={}, end=RunEnd.STOPPED if code == 130 else None)
+    assert not (tmp_path / "run.json").exists()
 
 
 def test_the_last_moment_of_a_start_is_recorded_whenever_it_comes(tmp_path: Path, clock: _Clock) -> None:

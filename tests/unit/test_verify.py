@@ -421,3 +421,57 @@ def test_the_report_says_verdict_parameter_size_and_reason(tmp_path: Path, monke
 def test_what_makes_no_sense_is_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         VerifyOptions(Program("train.py"), **({"ranks": (2,)} | changes))  # type: ignore[arg-type]
+
+
+# Random numbers that each rank draws ---------------------------------------------------------------------------------
+
+
+def _settled(tmp_path: Path, beneath: Contrast | None, failure: str = "") -> Contrast:
+    """What is said of a dropout in the first step, where ``beneath`` was found without it."""
+    judgement, difference = _judged(_made(tmp_path / "found"), _dropped)
+    reasons = explain(judgement, difference)
+    assert reasons[0].is_random
+    return runs.settle(Contrast(2, difference, judgement, reasons), beneath, failure)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def _dropped(_step: int, _rank: int, note: StepNote, numbers: dict[str, Array]) -> StepNote:
+    _scaled(numbers, 1.1)
+    return _with_batches(note, lambda batch: replace(_other_outputs(batch), drew=True))
+
+
+def test_numbers_of_each_rank_that_hide_nothing_are_no_difference(tmp_path: Path) -> None:
+    judgement, difference = _judged(_made(tmp_path / "alike"), _as_it_is)
+    settled = _settled(tmp_path, Contrast(2, difference, judgement))
+    assert (settled.judgement.kind, settled.beneath) == (FindingKind.RANDOM, judgement.kind)
+    assert [each.cause for each in settled.reasons] == [Cause.DROPOUT]
+    assert settled.difference is difference
+
+
+def test_a_mistake_beneath_the_numbers_of_each_rank_is_the_verdict(tmp_path: Path) -> None:
+    def summed(step: int, rank: int, note: StepNote, numbers: dict[str, Array]) -> StepNote:
+        if step == 3 and rank == 0:
+            _scaled(numbers, 2.0)
+        return note
+
+    judgement, difference = _judged(_made(tmp_path / "alike"), summed)
+    reasons = explain(judgement, difference)
+    settled = _settled(tmp_path, Contrast(2, difference, judgement, reasons))
+    assert (settled.judgement, settled.reasons) == (judgement, reasons)
+    assert "from step 1 on (dropout per rank), which is no mistake" in settled.remarks[0]
+
+
+def test_numbers_that_were_not_made_alike_stay_the_reason_and_that_is_said(tmp_path: Path) -> None:
+    judgement, difference = _judged(_made(tmp_path / "alike"), _dropped)
+    settled = _settled(tmp_path, Contrast(2, difference, judgement, explain(judgement, difference)))
+    assert (settled.judgement.kind, settled.beneath) == (FindingKind.DIFFERENT, None)
+    assert "could not be made alike" in settled.remarks[0]
+    settled = _settled(_made(tmp_path / "failed"), None, "the run on one rank failed with exit code 1")
+    assert settled.judgement.kind is FindingKind.DIFFERENT
+    assert settled.remarks == [
+        "what else may differ is not known: with random numbers made alike the run on one rank failed with exit code 1"
+    ]

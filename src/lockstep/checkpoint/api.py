@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -21,6 +22,7 @@ from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.boundary import StepBoundary
 from lockstep.checkpoint.finite import NOTHING_MEANT
 from lockstep.checkpoint.locks import RunLock
+from lockstep.checkpoint.missing import words_on_missing
 from lockstep.checkpoint.passes import EndOfPass
 from lockstep.checkpoint.plan import WritePlan
 from lockstep.checkpoint.restore import Restored, find, load, load_generators, restored, words_on_differences
@@ -38,6 +40,7 @@ from lockstep.job import flight, notes
 from lockstep.job.page import Phase
 from lockstep.step.conditions import conditions
 from lockstep.step.local_training import LocalTraining
+from lockstep.text import counted
 
 
 class Follower(Protocol):
@@ -109,7 +112,7 @@ class Checkpointer:
         #: The absolute path of the checkpoints' folder.
         self.folder = root.absolute()
         self._position = Position()
-        self._said_apart = False
+        self._said_apart = self._said_missing = False
         #: True once this run owns the folder: it has resumed from it, found it empty, or has saved.
         self._owns_folder = False
         #: The names of checkpoints that restore() found damaged.
@@ -173,7 +176,7 @@ class Checkpointer:
 
         Restores the newest checkpoint first, unless :meth:`restore` or :meth:`save` was called before. An interrupted
         epoch (saved within the loader's loop) is repeated from where it stopped; one that was saved after the loader's
-        loop counts as done.
+        loop counts as done. A run that has done all of them already trains nothing, and rank 0 says so.
 
         Args:
             count: the number of epochs of the entire run, including those before an interruption.
@@ -191,6 +194,12 @@ class Checkpointer:
                 self.restore()
             elif not self._owns_folder:
                 together(self._world, self._refuse_foreign_folder, lambda _: None)
+            self._say_missing()
+            if self._resumed_from == position.step and position.epoch >= count:
+                self._say(
+                    f"nothing is left to train: this run was finished, {counted(count, 'epoch')} at step "
+                    f"{position.step}; epochs({position.epoch + 1}) or more trains on, and another folder begins anew"
+                )
             while position.epoch < count:
                 position.in_body, self._began_at = True, position.step
                 yield position.epoch
@@ -386,7 +395,9 @@ class Checkpointer:
         """**Collective.** Resume from the newest complete checkpoint that is finite; None if there is no checkpoint.
 
         Everything is verified and compared on every rank before anything is changed on any. Damaged checkpoints, and
-        those whose parameters or optimizer's state are NaN or infinite, are skipped with a warning on rank 0.
+        those whose parameters or optimizer's state are NaN or infinite, are skipped with a warning on rank 0. Rank 0
+        says on standard error from which step the run resumes, and warns of an optimizer of the model, its scheduler or
+        a sharded loader that is there and was not given.
 
         Args:
             strict: refuse a damaged checkpoint instead of skipping it.
@@ -417,7 +428,7 @@ class Checkpointer:
             for follower in self._followers:
                 follower.resumed(None)
             return None
-        _, contents = search.found
+        folder, contents = search.found
         load(contents, self._run, self._world)
         self._meant = self._run.meant(since=self._meant)
         self._position.resume_from(contents.manifest)
@@ -429,7 +440,24 @@ class Checkpointer:
         differences = words_on_differences(contents, search, self._run, self._world)
         if differences and self._world.is_main:
             callsite.warn(differences, RuntimeWarning)
-        return restored(contents, search)
+        found = restored(contents, search)
+        part = ", some of it done" if found.in_epoch else ""
+        self._say(f"resumed from step {found.step} in {folder} (epoch {found.epoch}{part})")
+        self._say_missing(besides=self._run.unused(contents))
+        return found
+
+    def _say(self, text: str) -> None:
+        if self._world.is_main:
+            print(f"lockstep: {text}", file=sys.stderr, flush=True)
+
+    def _say_missing(self, *, besides: Collection[str] = ()) -> None:
+        """Warn once on rank 0 of what the training has and this object was not given."""
+        if self._said_missing or not self._world.is_main:
+            return
+        self._said_missing = True
+        text = words_on_missing(self._run, besides=besides)
+        if text:
+            callsite.warn(text, RuntimeWarning)
 
 
 def _through_weak(saved: Checkpointer, method: Callable[[Checkpointer], None]) -> Callable[[], None]:

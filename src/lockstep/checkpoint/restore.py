@@ -167,7 +167,10 @@ def words_on_differences(contents: Contents, search: Search[Contents], run: RunS
         )
     unused = run.unused(contents)
     if unused:
-        words.append(f"it also holds {', '.join(unused)}, for which this Checkpointer has no object")
+        words.append(
+            f"it also holds {', '.join(unused)}, for which this Checkpointer has no object: pass the same objects to "
+            "Checkpointer to train on, or load a model that is only evaluated by lockstep.load_weights"
+        )
     return f"resuming from {contents.folder}: {'; '.join(words)}" if words else ""
 
 

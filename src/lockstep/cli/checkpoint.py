@@ -1,7 +1,8 @@
-"""``lockstep checkpoint``: look at a run's checkpoints, check them, remove what is not needed, hand one on."""
+"""``lockstep checkpoint``: look at a run's checkpoints, check them, remove what is not needed, go back, hand one on."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +24,7 @@ _STEP = click.option(
 
 @click.group(cls=Commands)
 def checkpoint() -> None:
-    """List, show, verify, prune and export checkpoints.
+    """List, show, verify, prune, rewind and export checkpoints.
 
     FOLDER is the folder that a run gives to lockstep.Checkpointer, or the folder of one checkpoint (step-…).
     """
@@ -261,6 +262,45 @@ def prune(
             console.print(f"not removed: {path.name}: {why}", markup=False)
         console.print(f"kept: {', '.join(entry.name for entry in plan.kept)}", markup=False)
     sys.exit(1 if done.failed else 0)
+
+
+@checkpoint.command(short_help="Go back to an earlier checkpoint.")
+@_FOLDER
+@click.option(
+    "--to", "step", type=click.IntRange(min=0), required=True, metavar="STEP", help="The step to resume from."
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be set aside, but move nothing.")
+@AS_JSON
+def rewind(folder: Path, step: int, dry_run: bool, as_json: bool) -> None:
+    """Have a run resume from an earlier checkpoint: set the newer ones aside, in FOLDER/set-aside-1 and so on.
+
+    Nothing is removed: moving them back undoes it. No job may be training in FOLDER.
+    """
+    with errors():
+        from lockstep.checkpoint.rewind import rewind as set_aside
+
+        done = set_aside(folder, step, dry_run=dry_run)
+        if as_json:
+            told = {
+                "folder": done.target.parent,
+                "dry_run": dry_run,
+                "target": done.target.name,
+                "aside": done.aside,
+                "moved": list(done.moved),
+            }
+            print_json("checkpoint.rewind", told)
+            return
+        console = open_console(soft_wrap=True)
+        for name in done.moved:
+            console.print(f"{'would set aside' if dry_run else 'set aside'} {name}", markup=False)
+        if done.aside is None:
+            console.print(f"{done.target.name} is the newest already: nothing to set aside", markup=False)
+        elif dry_run:
+            console.print(f"they would be in {done.aside}", markup=False)
+        else:
+            console.print(f"they are in {done.aside}; a run resumes from {done.target.name} now", markup=False)
+            undo = shlex.join(["mv", *(str(done.aside / name) for name in done.moved), str(done.target.parent)])
+            console.print(f"to undo it: {undo}", markup=False)
 
 
 @checkpoint.command(short_help="Export a model to one file.")

@@ -61,12 +61,13 @@ def verify(
 ) -> None:
     """Run PROGRAM on one rank and on N ranks, and compare loss, gradients and parameters after each optimizer step.
 
-    The verdict is equal bits, equal within rounding, or different: from which step on, in which parameter, by how much,
-    and why. Each run ends after --steps. Its checkpoints and lockstep's logs go to a temporary folder; other files that
-    it writes are restored. Arguments after PROGRAM are passed to it unchanged.
+    The verdict is equal bits, equal within rounding, equal but for random numbers that each rank draws (dropout), or
+    different: from which step on, in which parameter, by how much, and why. Each run ends after --steps. Its
+    checkpoints and lockstep's logs go to a temporary folder; other files that it writes are restored. Arguments after
+    PROGRAM are passed to it unchanged.
 
-    The exit code is 0 if the runs are equal or equal within rounding, 1 if they differ, and 2 if a run failed, PROGRAM
-    trained nothing, or the arguments are invalid.
+    The exit code is 0 if the runs are equal, within rounding or but for random numbers, 1 if they differ, and 2 if a
+    run failed, PROGRAM trained nothing, or the arguments are invalid.
     """
     from lockstep import _files
     from lockstep.launch.spec import Program

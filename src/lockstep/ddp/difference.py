@@ -205,6 +205,6 @@ def advise(difference: Difference, holdings: Holdings, *, since: str, has_joined
             "under `if rank == 0` that writes to the model, or an optimizer that draws random numbers."
         )
     return (
-        f"{reason} Resume from a checkpoint that was saved {since}. Replicas that are to differ are made with "
-        "compare_every=None."
+        f"{reason} Resume from a checkpoint that was saved {since}: `lockstep checkpoint rewind FOLDER --to STEP` sets "
+        "the newer ones aside. Replicas that are to differ are made with compare_every=None."
     )

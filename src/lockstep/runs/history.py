@@ -103,7 +103,7 @@ class Run:
 
     @property
     def start(self) -> dict[str, Any]:
-        """The record of its last start, of which there is none before a rank has taken a step.
+        """The record of its last start, of which there is none before a rank has taken a step, unless it has failed.
 
         Raises:
             UnknownRun: there is none yet.

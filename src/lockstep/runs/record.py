@@ -45,6 +45,10 @@ class RunEnd(CodedEnum):
 class Recorder:
     """Writes run.json and a series for each start of the ranks, once they take steps.
 
+    Of a run that fails before its first step it writes run.json alone, so that whoever asks what happened is told of
+    that one. A run that ends well without a step, or is stopped before one, leaves no record: it trained nothing, and
+    nobody has to find out why.
+
     A disk that is full ends the record, not the run.
 
     Args:
@@ -203,7 +207,7 @@ class Recorder:
         end: RunEnd | None = None,
         word: str = "",
     ) -> None:
-        """The run is over; where nothing was written so far, nothing is.
+        """The run is over; where nothing was written so far, nothing is unless it has failed.
 
         Args:
             exit_code: of the job.
@@ -215,10 +219,24 @@ class Recorder:
         self._take_notes()
         self._about["ended"] = time.time()
         self._about["exit_code"] = exit_code
-        self._about["end"] = {"code": (end or end_by(exit_code)).code, "text": word}
+        how = end or end_by(exit_code)
+        self._about["end"] = {"code": how.code, "text": word}
         if summary is not None:
             self._about["summary"] = summary.to_json(peaks, run="" if self._folder is None else self._folder.name)
-        self._update()
+        if how is RunEnd.FAILED and not self._about["starts"]:
+            self._write_without_steps()
+        else:
+            self._update()
+
+    def _write_without_steps(self) -> None:
+        """Begin and end the record of a run that failed before its first step."""
+        if self._start is not None:
+            self._about["starts"].append(self._start | {"steps": 0, "before": None, "trace": None})
+        self._about.setdefault("environment", _environment())
+        try:
+            self._write()
+        except OSError as error:
+            self._give_up(error)
 
     def _take_notes(self) -> bool:
         """Add what ranks have told since the last time; return whether that was anything."""

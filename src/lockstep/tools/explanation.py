@@ -120,10 +120,9 @@ class Explanation:
             return "run the same command again; this run noted no checkpoint to resume from"
         if self._replicas_differed:
             return (
-                "before you run it again, move the checkpoints out of the run's folder that were saved after the "
-                "replicas began to differ (the error says since when; the newest is of step "
-                f"{last['step']:,} or later), or start again in another folder: a run resumes from the newest "
-                f"checkpoint in its folder"
+                "before you run it again, go back to a checkpoint from before the replicas began to differ (the error "
+                f"says since when; the newest is of step {last['step']:,} or later): lockstep checkpoint rewind FOLDER "
+                "--to STEP; or begin anew in another folder: a resume takes the newest that is there"
             )
         return f"run the same command again: it resumes from the newest checkpoint, of step {last['step']:,} or later"
 

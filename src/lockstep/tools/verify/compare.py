@@ -66,6 +66,7 @@ class FindingKind(CodedEnum):
 
     BITS = "equal bits", "equal-bits"
     ROUNDING = "equal within rounding", "equal-within-rounding"
+    RANDOM = "equal but for random numbers of each rank", "equal-but-for-random-numbers"
     DIFFERENT = "different", "different"
 
 

@@ -37,6 +37,7 @@ from lockstep.bits import hexdigest
 from lockstep.comm.init import current_world
 from lockstep.launch.spawn import SpawnContext
 from lockstep.step import streams
+from lockstep.tools.verify.alike import make_alike
 from lockstep.tools.verify.records import (
     VERSION,
     Array,
@@ -100,6 +101,9 @@ class Observer:
         self._outermost: nn.Module | None = None
         self._found = _Draws()
         self._drew = self._drew_before = False
+        #: The samples of the outermost forward; where it left torch's generator.
+        self._samples = 0
+        self._left: _Draws | None
         self._in_backward = False
         #: Optimizer -> its index; the number of optimizers that have a note; the nesting depth of the calls of step()
         #: under way.
@@ -124,6 +128,7 @@ class Observer:
 
     def _reset(self) -> None:
         """Begin the notes of a step."""
+        self._left = None
         self._losses: list[Loss] = []
         self._batches: list[ForwardRecord] = []
         self._states: dict[str, str] = {}
@@ -134,10 +139,26 @@ class Observer:
         self._numbers: dict[str, Array] = {}
         self._gradients: list[str | None] = []
 
+    @property
+    def step(self) -> int:
+        """The number of optimizer steps taken."""
+        return self._step
+
+    @property
+    def samples_in_hand(self) -> int | None:
+        """This rank's samples of the batch that is being computed; 0: not known how many; None: there is no batch."""
+        if threading.get_ident() != self._thread:
+            return None
+        world = current_world()
+        share = None if world is None else world.share
+        if self._outermost is None:
+            return None if share is None else int(share.local_samples)
+        return self._samples or (0 if share is None else int(share.local_samples))
+
     # Forwards --------------------------------------------------------------------------------------------------------
 
-    def forward_begins(self, module: nn.Module) -> None:
-        """Note that a module is called, and for the outermost one the generators' states."""
+    def forward_begins(self, module: nn.Module, args: Any) -> None:
+        """Note that a module is called, and for the outermost one its samples and the generators' states."""
         if threading.get_ident() != self._thread:
             return
         self._depth += 1
@@ -146,6 +167,7 @@ class Observer:
             if not (torch.is_grad_enabled() and module.training and _has_parameters(module)):
                 return
             self._outermost = module
+            self._samples = next((each.shape[0] for each in _tensors(args)), 0)
             self._meet(module)
             if not self._states:
                 self._states = _generator_states()
@@ -161,6 +183,7 @@ class Observer:
         self._depth -= 1
         if not self._depth and self._outermost is not None:
             self._drew = self._found.have_moved()
+            self._left = _Draws()
 
     def forward_was(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Write down the batch of a forward for training that is over."""
@@ -270,7 +293,8 @@ class Observer:
         share = None if world is None else world.share
         local, whole = (None, None) if share is None else (share.local_samples, share.global_samples)
         spacing = torch.finfo(first.dtype).eps if isinstance(first, Tensor) and first.is_floating_point() else 0.0
-        self._losses.append(Loss(value, local, whole, spacing))
+        drew = self._left is not None and self._left.have_moved_within()
+        self._losses.append(Loss(value, local, whole, spacing, drew))
         self._in_backward = True
         try:
             begin(tensors, *args, **kwargs)
@@ -430,6 +454,10 @@ class _Draws:
         moved = not torch.equal(begun, _generator.get_state())
         return moved or (self._cuda is not None and not torch.equal(self._cuda, torch.cuda.get_rng_state()))
 
+    def have_moved_within(self) -> bool:
+        """Return whether numbers were drawn since, in the same stretch: one that has ended tells nothing."""
+        return _generator.initial_seed() == self._seed and self.have_moved()
+
 
 def _fresh(seed: int) -> Tensor:
     """Return the state of torch's CPU generator right after it was seeded."""
@@ -514,9 +542,9 @@ def _as_array(values: Tensor) -> Array:
 _observer: Observer | None = None
 
 
-def _before_forward(module: nn.Module, _args: Any) -> None:
+def _before_forward(module: nn.Module, args: Any) -> None:
     if not torch.compiler.is_compiling() and _observer is not None:
-        _observer.forward_begins(module)
+        _observer.forward_begins(module, args)
 
 
 def _after_forward(*_: Any) -> None:
@@ -566,6 +594,8 @@ def observe(assignment: Assignment, *, rank: int, world_size: int) -> Observer:
     _watch_processes()
     if assignment.names_operations:
         _listen_for_operations(observer)
+    if assignment.numbers_alike:
+        make_alike(observer)
     return observer
 
 

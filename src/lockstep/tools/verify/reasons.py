@@ -72,6 +72,10 @@ class Cause(CodedEnum):
     UNKNOWN = "unknown", "cause-unknown"
 
 
+#: Numbers that each rank draws for itself, as it should: no mistake, but one may lie beneath.
+_RANDOM = {Cause.DROPOUT, Cause.PER_RANK}
+
+
 @dataclass(frozen=True)
 class Reason:
     """Why runs differ."""
@@ -83,6 +87,11 @@ class Reason:
     advice: str
     #: True if the evidence suffices to explain the difference; False: it is likely.
     sure: bool = True
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the ranks differ in random numbers that each draws for itself."""
+        return self.cause in _RANDOM
 
 
 def explain(
@@ -377,6 +386,14 @@ def _other_count(step: int, ranks: int, count: int, total: int) -> Reason:
     )
 
 
+#: What makes any number of ranks draw the same.
+_DRAW_ELSEWHERE = (
+    "nothing is wrong with it: the ranks' numbers are as random. For equal bits draw what belongs to a sample in the "
+    "dataset, where lockstep.shard seeds it by the sample's position, or cut slices (lockstep.shard(loader, "
+    "slices=8)), in which any number of ranks draws the same"
+)
+
+
 def _other_samples(one: Observation, many: Observation, step: int, note: StepNote, notes: Sequence[StepNote]) -> Reason:
     missing, count = _unmatched(note, notes), _count(note)
     evidence = f"in step {step} the model got {missing} samples of {count} that are not those on one rank"
@@ -395,7 +412,7 @@ def _other_samples(one: Observation, many: Observation, step: int, note: StepNot
             Cause.PER_RANK,
             f"{evidence}, and numbers were drawn from {drawn_from} for each rank's part between the loader and the "
             "model",
-            "draw what belongs to a sample in the dataset, where lockstep.shard seeds it by the sample's position",
+            _DRAW_ELSEWHERE,
         )
     return Reason(
         Cause.DATA,
@@ -439,8 +456,8 @@ def _outputs(difference: Distance, step: int, nudged: Sequence[Nudged]) -> list[
                 Cause.DROPOUT,
                 f"{seen}, and numbers are drawn in the forward{where}: each rank draws its own, as it should, and so "
                 "others than one rank does",
-                "nothing is wrong with it: the ranks' numbers are as random. To verify the rest, switch dropout off or "
-                "cut slices (lockstep.shard(loader, slices=8)), in which any number of ranks draws the same",
+                "nothing is wrong with it: the ranks' numbers are as random. For equal bits cut slices "
+                "(lockstep.shard(loader, slices=8)), in which any number of ranks draws the same",
                 sure=bool(known),
             )
         )
@@ -473,6 +490,15 @@ def _loss(difference: Distance, step: int, nudged: Sequence[Nudged]) -> list[Rea
     allowed = _loss_allowed(difference, step, nudged, one)
     if abs(one - weighted) <= allowed:
         return []
+    if any(loss.drew for each in notes for loss in each.losses):
+        return [
+            Reason(
+                Cause.PER_RANK,
+                f"in step {step} samples and outputs are those of one rank, the loss is {weighted:.6g} in place of "
+                f"{one:.6g}, and numbers were drawn from torch's generator between the model and the backward",
+                _DRAW_ELSEWHERE,
+            )
+        ]
     total, scaled = summed_loss(notes), _scaled(difference, step)
     if abs(one - total) <= allowed:
         return [

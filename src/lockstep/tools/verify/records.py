@@ -42,6 +42,8 @@ class Assignment:
     nudge: float = 0.0
     #: True if torch names operations that are not deterministic.
     names_operations: bool = False
+    #: True if random numbers are the same for all samples: see Note [Random numbers made alike] in alike.py.
+    numbers_alike: bool = False
 
     def write(self, path: Path) -> None:
         """Write the assignment for the ranks."""
@@ -64,6 +66,8 @@ class Loss:
     whole: float | None = None
     #: The relative distance between neighbouring numbers of its type.
     spacing: float = 0.0
+    #: True if numbers were drawn from torch's generator between the forward and the backward.
+    drew: bool = False
 
 
 @dataclass(frozen=True)

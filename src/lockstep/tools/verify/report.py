@@ -17,6 +17,16 @@ from lockstep.tools.verify.runs import Contrast, Result
 
 _WIDTH = 120
 _INDENT = "  "
+#: How advice names slices; and a loop over them.
+_SLICES = "lockstep.shard(loader, slices=8)"
+_SLICES_LOOP = f"""\
+  slices  a loop over steps, and in it one over the slices of a step (docs/exactness.md):
+              loader = {_SLICES}
+              for step in loader.steps():
+                  optimizer.zero_grad()
+                  for inputs, targets in step:
+                      loss_function(model(inputs), targets).backward()
+                  optimizer.step()""".splitlines()
 
 
 def describe(result: Result) -> str:
@@ -28,6 +38,8 @@ def describe(result: Result) -> str:
         lines += ["", *_contrast(contrast, result.rounding)]
         if contrast.judgement.kind is not FindingKind.DIFFERENT:
             lines += _wrapped(_then(contrast, result.asked.program), label=NEXT)
+    if any(_SLICES in reason.advice for contrast in result.contrasts for reason in contrast.reasons):
+        lines += ["", *_SLICES_LOOP]
     if result.put_back or result.left:
         lines.append("")
     if result.put_back:
@@ -79,30 +91,43 @@ def _threads(result: Result) -> str:
 
 
 def _contrast(contrast: Contrast, rounding: Distance | None) -> Iterator[str]:
-    judgement, difference = contrast.judgement, contrast.difference
+    judgement = contrast.judgement
     yield f"{contrast.ranks} ranks: {_verdict(judgement)}"
     if judgement.kind is FindingKind.BITS:
         yield from _wrapped("gradients and parameters have the same bits on all ranks after every step")
     elif judgement.kind is FindingKind.ROUNDING:
-        yield from _growth_in_words(difference, rounding)
-        if judgement.conclusive is not None:
-            yield from _wrapped(
-                f"after step {judgement.conclusive} rounding alone takes two runs so far apart that nothing can be said"
-            )
+        yield from _growth_of(contrast, rounding)
     else:
         yield from _wrapped(_what(contrast), label="what")
         for number, reason in enumerate(contrast.reasons):
             label = ("why" if reason.sure else "likely") if number == 0 else "also"
             yield from _wrapped(f"{reason.cause.value}: {reason.evidence}", label=label)
             yield from _wrapped(reason.advice, label=NEXT)
+        if contrast.beneath is not None:
+            yield from _wrapped(
+                f"{contrast.beneath.value}, compared in a second pair of runs, in which dropout was off and other "
+                "numbers were the same for all samples, on any number of ranks",
+                label="rest",
+            )
+            if contrast.beneath is FindingKind.ROUNDING:
+                yield from _growth_of(contrast, rounding)
     for remark in contrast.remarks:
         yield from _wrapped(remark, label="note")
+
+
+def _growth_of(contrast: Contrast, rounding: Distance | None) -> Iterator[str]:
+    conclusive = contrast.judgement.conclusive
+    yield from _growth_in_words(contrast.difference, rounding)
+    if conclusive is not None:
+        yield from _wrapped(
+            f"after step {conclusive} rounding alone takes two runs so far apart that nothing can be said"
+        )
 
 
 def _then(contrast: Contrast, program: Program) -> str:
     """Return what to do with a script that trains the same on these ranks."""
     train = shlex.join(["lockstep", "run", "-n", str(contrast.ranks), *program.words])
-    if contrast.judgement.kind is FindingKind.BITS:
+    if contrast.judgement.kind is not FindingKind.ROUNDING:
         return train
     return f"{train}; lockstep.shard(loader, slices=8) has the same bits on any number of ranks"
 
@@ -193,6 +218,7 @@ def _contrast_as_json(contrast: Contrast) -> dict[str, Any]:
         "largest_difference": _finite(judgement.most) if named else None,
         "explained_by_rounding": _finite(judgement.allowed) if named else None,
         "conclusive_until": judgement.conclusive,
+        "all_but_random": None if contrast.beneath is None else contrast.beneath.code,
         "reasons": [
             {
                 "cause": each.cause.value,

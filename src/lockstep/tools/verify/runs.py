@@ -16,14 +16,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lockstep import knobs, machine
 from lockstep.errors import LockstepError
 from lockstep.launch import processes
 from lockstep.launch.spec import Program, check_program
-from lockstep.text import counted, listed
+from lockstep.text import counted, joined, listed
 from lockstep.tools.verify import compare
 from lockstep.tools.verify.compare import Distance, FindingKind, Judgement, Nudged, Stage, judge, measure
 from lockstep.tools.verify.putback import Lookout, put_back
@@ -36,7 +36,8 @@ COMMAND: Sequence[str] = (sys.executable, "-m", "lockstep")
 _PATIENCE = 15.0
 #: Lines of a failed run's output that are repeated.
 _LINES = 12
-#: Runs that keep numbers beside those on several ranks: the first, a second one, two that are nudged.
+#: Runs that keep numbers beside those on several ranks: the first, a second one, two that are nudged. As many again
+#: where random numbers are made alike.
 _ALONE = 4
 #: Bytes of a number that is kept.
 _BYTES = 4
@@ -95,6 +96,8 @@ class Contrast:
     reasons: list[Reason] = field(default_factory=list)
     #: Sentences about what differs without changing the verdict.
     remarks: list[str] = field(default_factory=list)
+    #: The verdict on all but random numbers, of which ``difference`` is then, too; None: they were left as they are.
+    beneath: FindingKind | None = None
 
 
 @dataclass
@@ -116,7 +119,7 @@ class Result:
     @property
     def kind(self) -> FindingKind:
         """The worst verdict of all contrasts."""
-        order = [FindingKind.BITS, FindingKind.ROUNDING, FindingKind.DIFFERENT]
+        order = [FindingKind.BITS, FindingKind.ROUNDING, FindingKind.RANDOM, FindingKind.DIFFERENT]
         return max((each.judgement.kind for each in self.contrasts), key=order.index)
 
 
@@ -134,36 +137,92 @@ def verify(asked: VerifyOptions, folder: Path, tell: Callable[[str], None]) -> R
     """
     check_program(asked.program)
     runs = _Runs(asked, folder, tell)
-    one = runs.start("one rank", 1)
-    runs.result.steps = one.steps
-    differences = {ranks: measure(one, runs.start(f"{ranks} ranks", ranks)) for ranks in asked.ranks}
+    found = _compare(runs, asked, asked.ranks)
+    random = [each.ranks for each in found if any(reason.is_random for reason in each.reasons)]
+    beneath: dict[int, Contrast] = {}
+    failure = ""
+    if random:
+        try:
+            beneath = {each.ranks: each for each in _compare(runs, asked, random, alike=True)}
+        except CannotVerify as error:
+            failure = str(error).splitlines()[0].removesuffix("; its last lines:")
+    for each in found:
+        settled = each if each.ranks not in random else settle(each, beneath.get(each.ranks), failure)
+        runs.result.contrasts.append(settled)
+    return runs.result
+
+
+def settle(found: Contrast, alike: Contrast | None, failure: str = "") -> Contrast:
+    """Say what is to be said of a script whose ranks draw random numbers of their own.
+
+    Args:
+        found: with these numbers; they are among the reasons.
+        alike: with the same numbers for all samples, on one rank and on several; see Note [Random numbers made alike]
+            in alike.py. None: it could not be compared.
+        failure: why not.
+    """
+    if alike is None:
+        text = f"what else may differ is not known: with random numbers made alike {failure}"
+        return replace(found, remarks=[*found.remarks, text])
+    reasons = [each for each in found.reasons if each.is_random]
+    if alike.judgement.kind is not FindingKind.DIFFERENT:
+        return replace(
+            alike,
+            judgement=replace(found.judgement, kind=FindingKind.RANDOM, conclusive=alike.judgement.conclusive),
+            reasons=reasons,
+            beneath=alike.judgement.kind,
+        )
+    if any(each.is_random for each in alike.reasons):
+        text = "these numbers could not be made alike for all samples, so what else may differ is not known"
+        return replace(found, remarks=[*found.remarks, text])
+    text = (
+        f"found with random numbers made alike: with its own, the script differs from step {found.judgement.step} on "
+        f"({joined(dict.fromkeys(each.cause.value for each in reasons))}), which is no mistake"
+    )
+    return replace(alike, remarks=[*alike.remarks, text])
+
+
+def _compare(runs: _Runs, asked: VerifyOptions, ranks: Sequence[int], *, alike: bool = False) -> list[Contrast]:
+    """Run the script on one rank and on each number of ``ranks``, and judge what they differ by.
+
+    Args:
+        runs: starts them.
+        asked: what to verify.
+        ranks: numbers of ranks.
+        alike: True if random numbers are the same for all samples. The script repeats itself on one rank then, as it
+            has shown with its own.
+    """
+    start = functools.partial(runs.start, alike=alike)
+    one = start("one rank", 1)
+    runs.result.steps = max(runs.result.steps, one.steps)
+    differences = {count: measure(one, start(f"{count} ranks", count)) for count in ranks}
     repeat: Distance | None = None
     nudged: list[Nudged] = []
     operations: list[str] = []
     nudge = max(each.first.spacing for each in (one, *(found.other for found in differences.values())))
     if any(found.same_layout and not found.same_bits for found in differences.values()):
-        repeat = measure(one, runs.start("one rank again, to see whether it repeats itself", 1))
-        if compare.repeats_itself(repeat):
-            away = measure(one, runs.start("one rank, nudged, to see what rounding does", 1, nudge=nudge))
+        if not alike:
+            repeat = measure(one, start("one rank again, to see whether it repeats itself", 1))
+        if repeat is None or compare.repeats_itself(repeat):
+            away = measure(one, start("one rank, nudged, to see what rounding does", 1, nudge=nudge))
             nudged.append(Nudged(away, nudge, compare.FACTOR))
             runs.result.rounding = away
-        if not repeat.same_bits:
+        if repeat is not None and not repeat.same_bits:
             name = "one rank, to name operations that are not deterministic"
-            operations = runs.start(name, 1, names_operations=True).first.operations
-    for ranks, found in differences.items():
+            operations = start(name, 1, names_operations=True).first.operations
+    contrasts = []
+    for count, found in differences.items():
         judgement = judge(found, nudged)
         if _is_close(judgement) and nudged:
             if len(nudged) == 1:
                 far = nudge * compare.FAR
-                away = measure(one, runs.start("one rank, nudged further, to see what crossing a 0 does", 1, nudge=far))
+                away = measure(one, start("one rank, nudged further, to see what crossing a 0 does", 1, nudge=far))
                 nudged.append(Nudged(away, far, compare.FACTOR_FAR))
             judgement = judge(found, nudged)
         different = judgement.kind is FindingKind.DIFFERENT
         reasons = explain(judgement, found, repeat, operations, nudged=nudged) if different else []
-        runs.result.contrasts.append(
-            Contrast(ranks, found, judgement, reasons, _remarks(asked, found, repeat, reasons))
-        )
-    return runs.result
+        contrasts.append(Contrast(count, found, judgement, reasons, _remarks(asked, found, repeat, reasons)))
+    return contrasts
 
 
 def _is_close(judgement: Judgement) -> bool:
@@ -206,17 +265,22 @@ class _Runs:
         threads = self._env.get("OMP_NUM_THREADS") or self._env.get("MKL_NUM_THREADS") or ""
         self.result = Result(asked, threads)
         self._lookout = Lookout(_folders(asked.program), folder)
-        self._numbers = asked.keep // _BYTES // ((_ALONE + len(asked.ranks)) * asked.steps * 2)
+        self._started = 0
+        self._numbers = asked.keep // _BYTES // ((_ALONE + len(asked.ranks)) * 2 * asked.steps * 2)
 
-    def start(self, what: str, ranks: int, *, nudge: float = 0.0, names_operations: bool = False) -> Observation:
+    def start(
+        self, what: str, ranks: int, *, nudge: float = 0.0, names_operations: bool = False, alike: bool = False
+    ) -> Observation:
         """Run the script up to the last step that is compared, and return what its ranks have written down.
 
         Raises:
             CannotVerify: it failed, was too slow, or took no step.
         """
-        home = self._folder / str(len(self.result.runs))
+        what += ", random numbers made alike" if alike else ""
+        home = self._folder / str(self._started)
+        self._started += 1
         home.mkdir(mode=0o700)
-        assignment = Assignment(str(home), self._asked.steps, max(1, self._numbers), nudge, names_operations)
+        assignment = Assignment(str(home), self._asked.steps, max(1, self._numbers), nudge, names_operations, alike)
         assignment.write(home / "assignment.json")
         begun = time.monotonic()
         try:

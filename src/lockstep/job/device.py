@@ -40,7 +40,7 @@ _MOST_MARKS = 1 << 14
 
 
 class Event(Protocol):
-    """An event with a time in a stream; ``torch.cuda.Event(enable_timing=True)`` is one."""
+    """An event with a time in a stream; ``torch.Event(enable_timing=True)`` is one."""
 
     def query(self) -> bool:
         """Return whether the device has reached the event."""

@@ -116,6 +116,11 @@ told["world"], told["config"] = repr(world), dist.get_backend_config()
 told["records go over"] = str(group_device(world.group))
 world.barrier()
 told["mean"] = world.mean(2.0)
+lockstep.shutdown()
+lockstep.init("gloo")
+model = torch.nn.Linear(2, 2)
+model.weight = torch.nn.Parameter(torch._C._acc.create_empty_tensor((2, 2), torch.float32))
+note("a replica", lambda: lockstep.replicate(model))
 print(json.dumps(told))
 """
 
@@ -198,7 +203,7 @@ def test_of_a_plugins_device_nothing_says_cuda(tmp_path: Path) -> None:
 )
 def test_a_plugins_device_is_a_ranks_device(tmp_path: Path) -> None:
     told = _told(_WITH_GUARD, tmp_path)
-    assert "cuda" not in json.dumps(told).lower()
+    assert "cuda" not in json.dumps({**told, "a replica": ""}).lower()
     assert told["current"] == ["toy:0", "toy:0"]
     assert told["stream"] == ["toy:0", "toy:0"]
     assert told["event"] is True
@@ -208,3 +213,5 @@ def test_a_plugins_device_is_a_ranks_device(tmp_path: Path) -> None:
     assert told["config"] == "cpu:gloo,toy:toyccl"
     assert told["records go over"] == "cpu"
     assert told["mean"] == 2.0
+    assert told["a replica"].startswith("ValueError: parameter 'weight' is on toy:0, and this process group carries ")
+    assert "model.to(lockstep.world().device)" in told["a replica"]

@@ -101,6 +101,7 @@ _setup_privateuseone_for_python_backend("toy", backend_module=toy)
 import lockstep
 from lockstep import accelerator
 from lockstep.comm.exchange import group_device
+from lockstep.comm.gpu import Gpu
 
 dist.Backend.register_backend("toyccl", dist.ProcessGroupGloo, devices=["toy"])
 device = torch.device("toy", 0)
@@ -108,6 +109,10 @@ told["current"] = [str(accelerator.current("toy")), str(accelerator.with_index(t
 told["stream"] = [str(each.device) for each in (accelerator.new_stream(device), accelerator.current_stream(device))]
 told["event"] = accelerator.mark(device).query()
 told["times"] = accelerator.has_times(device)
+gpu = Gpu(device)
+event = gpu.event()
+gpu.record(event)
+told["page's device"] = [*gpu.memory(), gpu.can_record(), event.query()]
 with accelerator.on(device):
     accelerator.seed(5, device)
 told["seeded"] = toy.states[0].tolist()
@@ -208,6 +213,7 @@ def test_a_plugins_device_is_a_ranks_device(tmp_path: Path) -> None:
     assert told["stream"] == ["toy:0", "toy:0"]
     assert told["event"] is True
     assert told["times"] is False, "its events have none, so nothing is timed by them"
+    assert told["page's device"] == [0, 1 << 30, True, True]
     assert told["seeded"] == [5] * 4
     assert told["world"] == "World(rank=0, world_size=1, device='toy:0')"
     assert told["config"] == "cpu:gloo,toy:toyccl"

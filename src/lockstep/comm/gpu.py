@@ -21,7 +21,7 @@ class Gpu:
         self._device = device
         self._captures = accelerator.capture_test([device])
         self._peak = accelerator.peak_memory(device)
-        self._size = accelerator.memory_size(device) if self._peak is not None else 0
+        self._size = accelerator.memory_size(device)
 
     def event(self) -> Event:
         return cast(
@@ -36,4 +36,4 @@ class Gpu:
         return self._captures is None or not self._captures()
 
     def memory(self) -> tuple[int, int]:
-        return (0, 0) if self._peak is None else (self._peak(), self._size)
+        return 0 if self._peak is None else self._peak(), self._size

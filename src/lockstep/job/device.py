@@ -65,7 +65,7 @@ class Device(Protocol):
         """Return whether the current stream takes events now."""
 
     def memory(self) -> tuple[int, int]:
-        """Return the peak bytes allocated to tensors, and the GPU's capacity in bytes."""
+        """Return the peak bytes allocated to tensors, 0 if nobody counts them, and the GPU's capacity in bytes."""
 
 
 def watch(device: Device) -> None:

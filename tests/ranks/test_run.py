@@ -298,7 +298,11 @@ def test_an_import_that_fails_before_the_ranks_is_told(tmp_path: Path) -> None:
 
 
 def test_a_preload_that_initialises_cuda_is_refused_before_any_rank_is_forked(tmp_path: Path) -> None:
-    (tmp_path / "opens_cuda.py").write_text("import torch\ntorch.cuda.is_initialized = lambda: True\n")
+    (tmp_path / "opens_cuda.py").write_text(
+        "import torch\n"
+        "torch.accelerator.current_accelerator = lambda check_available=False: torch.device('cuda')\n"
+        "torch.cuda.is_initialized = lambda: True\n"
+    )
     (tmp_path / "train.py").write_text("open('started', 'w')")
     done = run(
         ["lockstep", "run", "-n", "2", "train.py"],

@@ -281,6 +281,8 @@ _CUDA: dict[str, Any] = {
     "torch": "2.13.0",
     "cuda": "13.0",
     "rocm": None,
+    "kind": "cuda",
+    "backend": "nccl",
     "available": True,
     "devices": [_GPU, _GPU],
     "architectures": ["sm_80", "sm_90"],
@@ -324,6 +326,20 @@ def test_gpus(changes: dict[str, Any], seen: tuple[int, int], level: Level | Non
         finding = one(found, level)
         assert what in finding.what
         assert advice in finding.advice
+
+
+def test_accelerators_of_other_kinds() -> None:
+    device = {"name": "Max 1550", "capability": None, "memory": 64 << 30, "free": 63 << 30, "error": ""}
+    xpu = {**_CUDA, "cuda": None, "kind": "xpu", "backend": "xccl", "devices": [device] * 2, "architectures": []}
+    found = list(trials.judge_torch({**xpu, "nccl": ""}, gpus=0, visible=0, ranks=2))
+    assert levels(found) == {Level.OK}
+    assert [each.what for each in found] == [
+        "GPU 0, Max 1550, 64 GiB",
+        "GPU 1, Max 1550, 64 GiB",
+        "they are of the kind 'xpu', whose tensors go from rank to rank over xccl",
+    ]
+    (*_, last) = trials.judge_torch({**xpu, "kind": "mps", "backend": None}, gpus=0, visible=0, ranks=2)
+    assert "this torch has no backend: ranks train on the CPU" in last.what
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,9 @@ def test_the_summary_says_it() -> None:
     line = "on the GPUs: forward 30%, backward 70%; at most 3 GiB of 80 GiB a rank"
     assert RunSummary((summary,)).describe({}).splitlines()[2] == line
     assert RunSummary((summary,)).to_json({})["ranks"]["1"]["device"]["backward"] == 0.7
+    uncounted = replace(rank, device_memory=(0, 80 << 30))  # as of an allocator that keeps no count
+    summary = Summary(20.0, 1000, {0: uncounted}, here=range(1), taken=1000, world_size=1)
+    assert RunSummary((summary,)).describe({}).splitlines()[2] == "on the GPUs: forward 30%, backward 70%"
 
 
 @pytest.mark.gpu

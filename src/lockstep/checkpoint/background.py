@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep import _torch
+from lockstep import _torch, accelerator
 from lockstep.checkpoint.plan import WritePlan
 from lockstep.checkpoint.together import together
 from lockstep.comm.peers import OverStore, Peers
@@ -103,10 +103,9 @@ class Background:
     def _copy(self, plan: WritePlan) -> WritePlan:
         if self._buffer.numel() < plan.nbytes:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
-            self._buffer = torch.empty(plan.nbytes, dtype=torch.uint8, pin_memory=self._world.device.type == "cuda")
+            self._buffer = torch.empty(plan.nbytes, dtype=torch.uint8, pin_memory=self._world.device.type != "cpu")
         copied = plan.copied(self._buffer)
-        if self._world.device.type == "cuda":
-            torch.cuda.current_stream(self._world.device).synchronize()
+        accelerator.wait_for_stream(self._world.device)
         return copied
 
     def _new_peers(self) -> OverStore:

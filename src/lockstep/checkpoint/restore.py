@@ -126,7 +126,7 @@ def load_generators(contents: Contents, world: World) -> None:
     if world_size == world.world_size:
         state.restore_rng(states[world.rank], world.device)
     elif state.have_common_rng(states):
-        state.restore_rng({**states[0], "cuda": None}, world.device)
+        state.restore_common_rng(states[0])
 
 
 def words_on_differences(contents: Contents, search: Search[Contents], run: RunState, world: World) -> str:
@@ -155,8 +155,8 @@ def words_on_differences(contents: Contents, search: Search[Contents], run: RunS
             f"its ranks were on other machines, {_spread(contents.manifest.hosts)}, than now, {_spread(world.hosts)}: "
             "gradients are added in another order, so the run will not repeat bit for bit"
         )
-    elif (contents.parts["rng"][0]["cuda"] is None) != (world.device.type != "cuda"):
-        words.append("it was written on another kind of device: the GPU's random number generator is not restored")
+    elif not state.has_rng_of(contents.parts["rng"][0], world.device):
+        words.append("it was written on another kind of device: the device's random number generator is not restored")
     others = differences(contents.manifest.versions, conditions(world.device))
     if others:
         told = "; ".join(f"{what}: {before} there, {after} here" for what, before, after in others)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lockstep import accelerator
 from lockstep.checkpoint import finite
 from lockstep.checkpoint.encoding import digest_of
 from lockstep.checkpoint.manifest import Manifest
@@ -439,22 +440,27 @@ class Position:
         flight.current.at_step(self.step)
 
 
-# Random number generators: Python's, NumPy's, torch's on the CPU and on this rank's GPU.
+# Random number generators: Python's, NumPy's, torch's on the CPU and on this rank's accelerator.
+
+#: The generators that all ranks have in common, by their names in a state.
+_COMMON = ("python", "numpy", "torch")
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:
     """Return the state of each of a rank's generators, in JSON types.
 
     For torch's generator on the CPU this is the stream that the ranks have in common, also in the middle of a step: a
-    rank's own draws follow from it, see Note [Random numbers of a rank] in ``step/streams.py``.
+    rank's own draws follow from it, see Note [Random numbers of a rank] in ``step/streams.py``. An accelerator's
+    generator has the name of its kind; a state without one has ``"cuda": None``, as it always had.
     """
+    of_device = accelerator.rng_state(device)
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": [version, np.array(words, dtype="<u4").tobytes().hex(), gauss],
         "numpy": [np.asarray(keys, dtype="<u4").tobytes().hex(), int(position), int(has_gauss), float(cached)],
         "torch": _hex(streams.current.state),
-        "cuda": _hex(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
+        **({"cuda": None} if of_device is None else {device.type: _hex(of_device)}),
     }
 
 
@@ -471,24 +477,41 @@ def refuse_malformed_rng(states: Any, *, count: int, where: str) -> None:
             random.Random().setstate(_python(state))
             np.random.RandomState().set_state(_numpy(state))
             torch.Generator().set_state(_bytes(state["torch"]))
-            if state["cuda"] is not None:
-                _bytes(state["cuda"])
+            for value in _of_devices(state).values():
+                _bytes(value)
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointCorrupt(f"{where}: not the states of random number generators: {error}") from None
 
 
 def have_common_rng(states: Sequence[dict[str, Any]]) -> bool:
-    """Return whether the generators that all ranks have in common, all but the GPUs', were at the same place."""
-    return all(each[name] == states[0][name] for each in states for name in ("python", "numpy", "torch"))
+    """Return whether the generators that all ranks have in common, all but the accelerators', were at the same
+    place."""
+    return all(each[name] == states[0][name] for each in states for name in _COMMON)
 
 
-def restore_rng(state: dict[str, Any], device: torch.device) -> None:
-    """Put every generator back; the GPU's only if the state has one and this rank has a GPU."""
+def has_rng_of(state: dict[str, Any], device: torch.device) -> bool:
+    """Return whether a state is of a rank on the same kind of device."""
+    return set(_of_devices(state)) == ({device.type} - {"cpu"})
+
+
+def restore_common_rng(state: dict[str, Any]) -> None:
+    """Put the generators back that all ranks have in common."""
     random.setstate(_python(state))
     np.random.set_state(_numpy(state))
     streams.current.state = _bytes(state["torch"])
-    if state["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(_bytes(state["cuda"]), device)
+
+
+def restore_rng(state: dict[str, Any], device: torch.device) -> None:
+    """Put every generator back; an accelerator's only if the state is of a rank on the same kind of device."""
+    restore_common_rng(state)
+    of_device = _of_devices(state).get(device.type)
+    if of_device is not None:
+        accelerator.set_rng_state(_bytes(of_device), device)
+
+
+def _of_devices(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the states of accelerators' generators in ``state``, by kind: one, or none."""
+    return {kind: value for kind, value in state.items() if kind not in _COMMON and value is not None}
 
 
 def _python(state: dict[str, Any]) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lockstep import _torch
+from lockstep import _torch, accelerator
 from lockstep.comm.waiting import wait_for
 
 #: Bytes of the first message, which has a record's length and its beginning.
@@ -23,16 +23,15 @@ _LENGTH = struct.Struct("<q")
 
 
 def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return a device whose tensors ``group`` can carry: the CPU where it can, else the current CUDA device."""
+    """Return a device whose tensors ``group`` can carry: the CPU where it can, else the current accelerator."""
     resolved = group if group is not None else dist.group.WORLD
     if resolved is None:
         raise ValueError("no process group is open: call lockstep.init() or torch.distributed.init_process_group first")
     served = _torch.device_types(resolved)
     if "cpu" in served:
         return torch.device("cpu")
-    if "cuda" in served:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(served[0])
+    here = accelerator.kind()
+    return accelerator.current(here if here is not None and here in served else served[0])
 
 
 def all_gather_tensors(

@@ -26,7 +26,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 from torch.distributed.rendezvous import rendezvous
 from torch.optim import optimizer as optimizers
 
-from lockstep import callsite, knobs, machine
+from lockstep import accelerator, callsite, knobs, machine
 from lockstep.comm import ending, guests, mpirun
 from lockstep.comm import tracing as _  # noqa: F401  (a trace sees collectives by it)
 from lockstep.comm.allocator import keep_freed_memory
@@ -67,10 +67,12 @@ def init(
 
     Args:
         backend: any backend torch knows by name; ``"mpi"`` goes over mpi4py where torch was built without MPI. None:
-            ``LOCKSTEP_BACKEND``, or if that is not set: NCCL for CUDA tensors and gloo for CPU tensors where there is a
-            GPU for every rank of this machine; else, on the CPU, ``"shm"`` if all ranks can share memory, which they
+            ``LOCKSTEP_BACKEND``, or if that is not set: where there is an accelerator for every rank of this machine,
+            the backend that torch has for its tensors (NCCL for CUDA and ROCm, XCCL for XPU, what a plugin has
+            registered) and gloo for CPU tensors; else, on the CPU, ``"shm"`` if all ranks can share memory, which they
             try; ``"hierarchical"`` if the job has several machines and one of them several ranks: shared memory inside
-            a machine, gloo between them; and else gloo (a warning says why, unless each machine has one rank).
+            a machine, gloo between them; and else gloo (a warning says why, unless each machine has one rank). With an
+            accelerator whose tensors no backend of torch's carries (MPS), ranks are on the CPU, and a warning says so.
         timeout: how long a collective may wait before it is an error, in seconds or as a timedelta.
             None: ``LOCKSTEP_TIMEOUT``, or 600 s.
         seed: the seed of the job, the same on all ranks. Every rank's generators are seeded with it just as those of a
@@ -123,7 +125,7 @@ def init(
         _seed_everything(agreed_seed, identity, device)
     _world = World(identity, device=device, group=group, seed=agreed_seed, timeout=limit)
     _count_steps()
-    if device.type == "cuda":
+    if accelerator.has_times(device):
         gpu_time.watch(Gpu(device))
         tracing.watch(Gpu(device))
         tracing.settle()
@@ -204,34 +206,52 @@ def _with_mpi(backend: str | None) -> str | None:
 
 
 def _choose_device(backend: str | None, identity: Identity) -> torch.device:
-    """Return the device of this rank, made current if it is a GPU."""
+    """Return the device of this rank, made current if it is an accelerator."""
     names = _known_backends()
     wanted = None if backend is None else [part.split(":")[-1] for part in backend.lower().split(",")]
     for name in wanted or []:
         if name not in names:
             raise ValueError(f"backend={backend!r}: unknown; torch knows {', '.join(names)}")
-    if wanted is not None and "nccl" not in wanted:
-        _require_available(backend, wanted)
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if wanted is None and count == 0:
-        return torch.device("cpu")
-    if count == 0:
+    here = accelerator.kind()
+    kind = here if wanted is None else next(filter(None, map(accelerator.kind_of, wanted)), None)
+    if kind is None:
+        _require_available(backend, wanted or [])
+        return accelerator.CPU
+    if kind != here:
+        name = accelerator.title(kind)
         raise ValueError(
-            f"backend={backend!r} needs CUDA, and torch {torch.__version__} sees no CUDA device on this machine; "
+            f"backend={backend!r} needs {name}, and torch {torch.__version__} sees no {name} device on this machine; "
             "use backend='gloo' for the CPU, or leave backend unset, and lockstep chooses one"
         )
-    _require_available(backend, wanted or ["nccl", "gloo"])
+    own = accelerator.backend_for(kind)
+    if own is None:
+        _warn_of_no_collectives(kind, identity)
+        return accelerator.CPU
+    _require_available(backend, wanted or [own, "gloo"])
+    count, noun = accelerator.count(), accelerator.noun(kind)
     if identity.local_world_size > count:
+        variable = accelerator.hiding_variable(kind)
+        hidden = "" if variable is None else f" ({variable}={os.environ.get(variable, 'unset')})"
         raise EnvironmentMismatch(
             f"rank {identity.rank}: {identity.local_world_size} ranks on this machine but "
-            f"{counted(count, 'visible GPU')} (CUDA_VISIBLE_DEVICES="
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}); NCCL needs one GPU for each rank: start at most "
+            f"{counted(count, f'visible {noun}')}{hidden}; {own.upper()} needs one {noun} for each rank: start at most "
             f"{counted(count, 'rank')}, or pass backend='gloo' to train on the CPU"
         )
-    device = torch.device("cuda", identity.local_rank)
-    torch.cuda.set_device(device)
+    device = torch.device(kind, identity.local_rank)
+    accelerator.use(device)
     return device
+
+
+def _warn_of_no_collectives(kind: str, identity: Identity) -> None:
+    """Say that an accelerator stays idle, once on each machine."""
+    if identity.local_rank == 0:
+        name = accelerator.title(kind)
+        callsite.warn(
+            f"torch {torch.__version__} sees {joined(accelerator.devices())}, but has no backend that carries {name} "
+            "tensors from rank to rank: every rank trains on the CPU. One process can train on the device without "
+            "lockstep.replicate and lockstep.DistributedDataParallel, with model and batches moved to "
+            f"'{kind}'; lockstep.init(\"gloo\") ends this warning"
+        )
 
 
 def _require_available(backend: str | None, names: list[str]) -> None:
@@ -276,14 +296,14 @@ def _open_group(backend: str | None, identity: Identity, timeout: float, device:
         if backend is None and device.type == "cpu":
             open_fastest(store, identity, timeout)
             return
-        backend = backend or "cpu:gloo,cuda:nccl"
+        backend = backend or f"cpu:gloo,{device.type}:{accelerator.backend_for(device.type)}"
         dist.init_process_group(
             backend,
             store=store,
             rank=identity.rank,
             world_size=identity.world_size,
             timeout=limit,
-            device_id=device if device.type == "cuda" else None,
+            device_id=None if device.type == "cpu" else device,
         )
     except EnvironmentMismatch:
         raise
@@ -393,12 +413,12 @@ def _agree_on_seed(seed: int | None, group: dist.ProcessGroup, *, deterministic:
 
 
 def _seed_everything(seed: int, identity: Identity, device: torch.device) -> None:
-    """Seed every rank as a lone process would be; see Note [Random numbers of a rank]. The GPU of each rank but 0 gets
-    a seed of its own, derived from (seed, rank)."""
+    """Seed every rank as a lone process would be; see Note [Random numbers of a rank]. The accelerator of each rank but
+    0 gets a seed of its own, derived from (seed, rank)."""
     streams.begin(rank=identity.rank, world_size=identity.world_size)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    if device.type == "cuda" and identity.rank > 0:
+    if device.type != "cpu" and identity.rank > 0:
         own = np.random.SeedSequence([seed, identity.rank]).generate_state(1, np.uint64)[0] >> 1
-        torch.cuda.manual_seed(int(own))
+        accelerator.seed(int(own), device)

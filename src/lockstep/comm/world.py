@@ -193,8 +193,8 @@ class World:
                 options.timeout, options.asyncOp = limit, False
                 self.group.barrier(options)
             else:
-                devices = [torch.cuda.current_device()] if group_device(self.group).type == "cuda" else None
-                work = dist.barrier(self.group, async_op=True, device_ids=devices)
+                index = group_device(self.group).index
+                work = dist.barrier(self.group, async_op=True, device_ids=None if index is None else [index])
                 if work is not None:
                     work.wait(limit)
 

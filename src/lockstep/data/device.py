@@ -1,4 +1,4 @@
-"""Copy batches to the device, one batch ahead of the one in use."""
+"""Copy batches to the accelerator, one batch ahead of the one in use."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from lockstep import accelerator
 from lockstep.data.fetch import Fetched
 from lockstep.trees import leaves, to_device
 
 
 def on_device(fetched: Iterable[Fetched], device: torch.device) -> Iterator[Fetched]:
     """Return the same batches on ``device``: each is copied on a separate stream while the one before is used."""
-    stream = torch.cuda.Stream(device)
-    ahead: tuple[Fetched, torch.cuda.Event] | None = None
+    stream = accelerator.new_stream(device)
+    ahead: tuple[Fetched, torch.Event] | None = None
     for item in fetched:
         following = _send(item, device, stream)
         if ahead is not None:
@@ -23,19 +24,16 @@ def on_device(fetched: Iterable[Fetched], device: torch.device) -> Iterator[Fetc
         yield _receive(*ahead, device)
 
 
-def _send(item: Fetched, device: torch.device, stream: torch.cuda.Stream) -> tuple[Fetched, torch.cuda.Event]:
-    with torch.cuda.stream(stream):
-        moved = item._replace(batch=to_device(item.batch, device))
-        copied = torch.cuda.Event()
-        copied.record(stream)
-    return moved, copied
+def _send(item: Fetched, device: torch.device, stream: torch.Stream) -> tuple[Fetched, torch.Event]:
+    with stream:
+        return item._replace(batch=to_device(item.batch, device)), accelerator.mark(device)
 
 
-def _receive(item: Fetched, copied: torch.cuda.Event, device: torch.device) -> Fetched:
-    current = torch.cuda.current_stream(device)
+def _receive(item: Fetched, copied: torch.Event, device: torch.device) -> Fetched:
+    current = accelerator.current_stream(device)
     current.wait_event(copied)  # the event, not the stream: the next copy is already queued after it
     for leaf in leaves(item.batch):
-        if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+        if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu":
             # The memory was allocated on the copying stream; without this the allocator could reuse it while the user's
             # stream still reads it.
             leaf.record_stream(current)

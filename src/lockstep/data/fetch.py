@@ -22,7 +22,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lockstep import knobs
+from lockstep import accelerator, knobs
 from lockstep.comm.world import World
 from lockstep.data.contents import fingerprint
 from lockstep.data.cursor import Cursor
@@ -475,7 +475,7 @@ def inner_loader(
         num_workers=workers,
         collate_fn=as_is,  # type: ignore[arg-type]  # without a batch size it gets one item
         # Without an accelerator pinning is pointless, and torch would warn at each pass.
-        pin_memory=pinned or (given.pin_memory and torch.accelerator.is_available()),
+        pin_memory=pinned or (given.pin_memory and accelerator.kind() is not None),
         timeout=given.timeout,
         worker_init_fn=WorkerStart(given.worker_init_fn, rank=world.rank),
         multiprocessing_context=given.multiprocessing_context,

@@ -153,7 +153,7 @@ def shard(
         lambda found: found[0].facts(contents=world.world_size > 1) | (found[1].facts() if found[1] else {}),
         remedies=REMEDIES,
     )
-    device = world.device if to_device and world.device.type == "cuda" else None
+    device = world.device if to_device and world.device.type != "cpu" else None
     seeded = seed_samples and can_be_random(loader.dataset)
     return ShardedLoader(source, world, device=device, seeded=seeded, options=options)
 

@@ -36,6 +36,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from lockstep import accelerator
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.labels import labelled
 from lockstep.comm.world import World
@@ -275,8 +276,8 @@ class Step:
         seed = mix(*key, passes) if passes else mix(*key)
         streams.current.set_aside(self._loader)
         seed_generators(seed)
-        if self._world.device.type == "cuda":
-            torch.cuda.manual_seed(seed & (2**63 - 1))
+        if self._world.device.type != "cpu":
+            accelerator.seed(seed & (2**63 - 1), self._world.device)
 
     def _give_back(self, generators: _Generators) -> None:
         streams.current.finish(self._loader)
@@ -296,8 +297,7 @@ class Step:
                 "not fit. Checkpoint activations, or use a smaller model"
             )
         self._failure = None
-        if self._world.device.type == "cuda":
-            torch.cuda.empty_cache()
+        accelerator.free_cached(self._world.device)
         self._batches = []  # frees the memory of the old slices
         self._cut, self._batches = self._recut()
 
@@ -332,18 +332,18 @@ class Steps:
 
 
 class _Generators:
-    """The states of Python's, NumPy's and the GPU's generators before a step. (torch's on the CPU: step/streams.py.)"""
+    """The states of Python's, NumPy's and the device's generators before a step. (torch's on the CPU:
+    step/streams.py.)"""
 
     def __init__(self, world: World) -> None:
         self._python, self._numpy = random.getstate(), np.random.get_state()
-        self._gpu = torch.cuda.get_rng_state(world.device) if world.device.type == "cuda" else None
-        self._device = world.device
+        self._device, self._of_device = world.device, accelerator.rng_state(world.device)
 
     def restore(self) -> None:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
-        if self._gpu is not None:
-            torch.cuda.set_rng_state(self._gpu, self._device)
+        if self._of_device is not None:
+            accelerator.set_rng_state(self._of_device, self._device)
 
 
 def _reserve() -> torch.Tensor | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep import callsite
+from lockstep import accelerator, callsite
 from lockstep.errors import LockstepError
 from lockstep.identity import Identity
 from lockstep.text import as_size, joined
@@ -20,11 +20,9 @@ _BALANCED = 0.75
 
 
 def all_devices() -> list[torch.device]:
-    """Return every accelerator that this process sees; none on a machine without."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None or accelerator.type == "mps":
-        return []
-    return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+    """Return every accelerator that this process sees; none on a machine without, and not MPS, of which there is one
+    only: torch's class leaves a module as it is there, too."""
+    return [] if accelerator.kind() == "mps" else accelerator.devices()
 
 
 def resolve_devices(given: Sequence[Device] | None) -> list[torch.device]:
@@ -59,19 +57,14 @@ def as_device(device: Device) -> torch.device:
     if isinstance(device, int):
         if device == -1:
             return torch.device("cpu")
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        if accelerator is None:
+        kind = accelerator.kind()
+        if kind is None:
             raise ValueError(
                 f"device {device} was asked for, but there is no accelerator on this machine: leave device_ids out to "
                 "run the module as it is, or pass ['cpu', 'cpu'] for replicas on the CPU"
             )
-        return torch.device(accelerator.type, device)
-    found = torch.device(device)
-    if found.type == "cpu":
-        return torch.device("cpu")
-    if found.index is None:
-        found = torch.device(found.type, torch.accelerator.current_device_index())
-    return found
+        return torch.device(kind, device)
+    return accelerator.with_index(torch.device(device))
 
 
 def _refuse_absent(devices: Sequence[torch.device], given: Sequence[Device]) -> None:
@@ -132,11 +125,10 @@ class Capacity:
 
 
 def capacity_of(device: torch.device) -> Capacity | None:
-    """Return the capacity of a CUDA device; None for other kinds, which torch does not describe alike."""
-    if device.type != "cuda":
-        return None
-    found = torch.cuda.get_device_properties(device)
-    return Capacity(found.total_memory, found.multi_processor_count, getattr(found, "clock_rate", 1))
+    """Return the capacity of an accelerator; None for the CPU and where torch does not tell memory and processors."""
+    found = None if device.type == "cpu" else accelerator.properties(device)
+    memory, processors = getattr(found, "total_memory", 0), getattr(found, "multi_processor_count", 0)
+    return Capacity(memory, processors, getattr(found, "clock_rate", 1)) if memory and processors else None
 
 
 def suggest_split(capacities: Sequence[Capacity]) -> tuple[int, ...] | None:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lockstep import callsite
+from lockstep import accelerator, callsite
 
 Result = TypeVar("Result")
 
@@ -56,7 +56,8 @@ class Turn:
         self.flags, self.in_turn = flags, in_turn
         self._before = torch.get_rng_state()
         self._drew = False
-        state = self._before if first.type == "cpu" else torch.get_device_module(first).get_rng_state(first)
+        of_device = accelerator.rng_state(first)
+        state = self._before if of_device is None else of_device
         self._root = hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
 
     def seed(self, replica: int) -> int:
@@ -100,7 +101,7 @@ class Turn:
 
 
 def _seeded_device(device: torch.device, seed: int) -> Callable[[], None]:
-    module = torch.get_device_module(device)
-    before = module.get_rng_state(device)
-    module.default_generators[device.index].manual_seed(seed)
-    return lambda: module.set_rng_state(before, device)
+    before = accelerator.rng_state(device)
+    assert before is not None  # it is no CPU
+    accelerator.seed(seed, device)
+    return lambda: accelerator.set_rng_state(before, device)

@@ -20,6 +20,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from lockstep import accelerator
+
 Result = TypeVar("Result")
 
 
@@ -101,7 +103,7 @@ class ReplicaThread(Generic[Result]):
             with ExitStack() as stack:
                 self._modes.enter(stack)
                 if self._stream is not None:
-                    stack.enter_context(torch.get_device_module(self._location.device).device(self._location.device))
+                    stack.enter_context(accelerator.on(self._location.device))
                     stack.enter_context(self._stream)
                 self._result.append(self._fn())
         except BaseException as error:  # noqa: BLE001  (it is raised where the result is waited for)
@@ -132,7 +134,7 @@ class ReplicaThread(Generic[Result]):
 
 def _stream_of(device: torch.device) -> Any:
     """Return the caller's current stream of an accelerator, which the replica's thread uses too."""
-    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+    return None if device.type == "cpu" else accelerator.current_stream(device)
 
 
 def run_replicas(
@@ -192,7 +194,7 @@ def run_here(call: Callable[[], Result], location: Location) -> Result:
     try:
         if location.device.type == "cpu":
             return call()
-        with torch.get_device_module(location.device).device(location.device):
+        with accelerator.on(location.device):
             return call()
     except Exception as error:
         located(error, location)

@@ -318,7 +318,7 @@ def attach(
     if unfit is not None:
         gc.collect()  # a wrapper that is no longer used may lie in a cycle
         unfit = _why_taken(model)
-    unfit = unfit or why_unfit(model, sends_buffers=options.sends_buffers, runs_hooks=wrapper is None)
+    unfit = unfit or why_unfit(model, group, sends_buffers=options.sends_buffers, runs_hooks=wrapper is None)
     if options.sync is not None:
         unfit = unfit or why_unfit_for_local_steps(model)
     replica = Replica(model, group, options, unfit=unfit)

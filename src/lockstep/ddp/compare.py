@@ -18,6 +18,7 @@ from lockstep import _torch
 from lockstep.comm.exchange import all_gather_records
 from lockstep.ddp.members import buffers_of, parameters_of
 from lockstep.errors import ReplicaMismatch
+from lockstep.text import joined
 
 _SHARDED = (
     "it averages its gradients itself. Train it as it is, without lockstep.replicate and DistributedDataParallel (on a "
@@ -130,10 +131,12 @@ def _say(kind: str, entry: Sequence[Any]) -> str:
     return words
 
 
-def why_unfit(module: nn.Module, *, sends_buffers: bool, runs_hooks: bool) -> str | None:
+def why_unfit(module: nn.Module, group: dist.ProcessGroup, *, sends_buffers: bool, runs_hooks: bool) -> str | None:
     """Return why ``module`` can't be a replica, and what to do instead; None if it can.
 
     Args:
+        module: the module.
+        group: the process group that is to carry its gradients.
         sends_buffers: buffers are sent to all ranks.
         runs_hooks: the forward hooks of ``module`` announce its forwards.
     """
@@ -142,6 +145,7 @@ def why_unfit(module: nn.Module, *, sends_buffers: bool, runs_hooks: bool) -> st
         or _why_layer(module)
         or next((why for name, param in parameters_of(module) if (why := _why_parameter(name, param))), None)
         or next((why for name, buffer in buffers_of(module) if (why := _why_buffer(name, buffer, sends_buffers))), None)
+        or _why_device(module, group)
     )
 
 
@@ -175,6 +179,20 @@ def _why_layer(module: nn.Module) -> str | None:
                     f"'{name}' is a torch.nn.SyncBatchNorm on the CPU, and torch's runs on GPUs only: call "
                     "lockstep.convert_sync_batchnorm(model) first; its layers run on both"
                 )
+    return None
+
+
+def _why_device(module: nn.Module, group: dist.ProcessGroup) -> str | None:
+    """Refuse a device whose tensors the group does not carry: the backend's own error would come at a collective, and
+    without the name of a parameter."""
+    carried = _torch.device_types(group)
+    for name, param in parameters_of(module):
+        if param.device.type not in carried:
+            return (
+                f"parameter '{name}' is on {param.device}, and this process group carries tensors on "
+                f"{joined(carried)} only (backend {dist.get_backend_config(group)}): move the model to a device "
+                "that it carries, model.to(lockstep.world().device), before it becomes a replica"
+            )
     return None
 
 

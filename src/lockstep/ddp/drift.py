@@ -45,14 +45,14 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep import callsite
+from lockstep import accelerator, callsite
 from lockstep.comm.exchange import all_gather_records, group_device
 from lockstep.comm.waiting import wait_for
 from lockstep.ddp.bucket import Bucket
@@ -174,13 +174,20 @@ class DriftCheck:
         self._compared: range = range(0)
         #: The summed flags of the last comparison on a GPU, not read yet.
         self._unread: _Unread | None = None
-        self._began, self._spent, self._clock = 0.0, 0.0, _DeviceClock(torch.device("cpu"))
+        self._began, self._spent, self._clock = 0.0, 0.0, _DeviceClock(accelerator.CPU)
+        #: True if the parameters are on accelerators whose events tell how long work took.
+        self._has_times = False
+        #: Tells whether a graph is being captured; None on the CPU.
+        self._captures: Callable[[], bool] | None = None
         self._is_settled = False
         self._before: tuple[int, float] | None = None
 
     def turn_to(self, named: Sequence[tuple[str, Parameter]]) -> None:
         """Compare these parameters, all of the replica by name, and their optimizer state from now on."""
         self._holdings = Holdings(named)
+        used = [param.device for _, param in named]
+        self._captures = accelerator.capture_test(used)
+        self._has_times = any(accelerator.has_times(device) for device in set(used))
         self._parts, self._unread = [], None
         self._schedule.begin_round(0)
 
@@ -191,7 +198,8 @@ class DriftCheck:
 
     def count(self) -> bool:
         """Count a backward that is averaged. Return whether replicas are compared in it, the same on every rank."""
-        return not self.is_paused and self._schedule.count() and not _captures()
+        is_due = not self.is_paused and self._schedule.count()
+        return is_due and (self._captures is None or not self._captures())
 
     def pause(self, joins: bool) -> None:
         """Compare nothing while ranks are not in the same step, as within join."""
@@ -224,7 +232,7 @@ class DriftCheck:
     def fill(self, flags: Tensor) -> None:
         """Write the flags of this rank: 1-D [FLAGS], of any dtype and device."""
         self._began = time.perf_counter()
-        clock = _DeviceClock(flags.device)
+        clock = _DeviceClock(flags.device if self._has_times else accelerator.CPU)
         if self._schedule.begins_round:
             self._begin_round()
         self._compared = self._schedule.take()
@@ -367,15 +375,13 @@ class _DeviceClock:
     """Times work that is queued on a GPU, without waiting; does nothing on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._events: list[torch.cuda.Event] = []
-        if device.type == "cuda":
-            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            self._events[0].record()
+        self._device = device
+        self._events = [] if device.type == "cpu" else [accelerator.mark(device, timed=True)]
 
     def stop(self) -> None:
         """Note that all the work is queued."""
         if self._events:
-            self._events[1].record()
+            self._events.append(accelerator.mark(self._device, timed=True))
 
     def seconds(self) -> float:
         """Return the time that the work took, once it is done; 0 on a CPU."""
@@ -387,19 +393,11 @@ class _Unread:
 
     def __init__(self, flags: Tensor, parts: range, step: int, clock: _DeviceClock) -> None:
         self.parts, self.step, self.clock = parts, step, clock
-        self._event: torch.cuda.Event | None = None
-        self._sums = (flags.detach().abs() > 0).to(torch.uint8)
-        if flags.device.type == "cuda":
-            copy = torch.empty(FLAGS, dtype=torch.uint8, device="cpu", pin_memory=True)
-            self._sums = copy.copy_(self._sums, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._sums = accelerator.HostCopy((flags.detach().abs() > 0).to(torch.uint8))
 
     def read(self) -> list[int]:
         """Return 1 for each flag that some rank has set, and 0 for the others."""
-        if self._event is not None:
-            self._event.synchronize()  # work of an earlier step
-        read: list[int] = self._sums.tolist()
+        read: list[int] = self._sums.read().tolist()  # which waits for work of an earlier step
         return read
 
 
@@ -416,8 +414,3 @@ def _combine(first: int | Tensor, second: int | Tensor, device: torch.device) ->
 
 def _bit_positions(device: torch.device) -> Tensor:
     return torch.arange(BITS, device=device)
-
-
-def _captures() -> bool:
-    """Return whether a CUDA graph is being captured, during which nothing may be read."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

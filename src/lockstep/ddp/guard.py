@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lockstep import callsite
+from lockstep import accelerator, callsite
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.looks import total_of
 from lockstep.ddp.bucket import SMALL, Bucket
@@ -76,6 +76,8 @@ class StepGuard:
         self._found: dict[int, list[str]] = {}
         self._perhaps: list[str] = []
         self._is_suspect = False
+        #: Tells whether a graph is being captured; None on the CPU.
+        self._captures: Callable[[], bool] | None = None
         #: Flags of the last average that are on their way from a GPU.
         self._unread: list[_Unread] = []
         #: Number of averages in a row for which a step was left out, and whether the current one is counted in it.
@@ -86,6 +88,7 @@ class StepGuard:
         """Guard these parameters from now on."""
         self._not_finite |= _not_finite(param for param in params if id(param) not in self._names)
         self._params = list(params)
+        self._captures = accelerator.capture_test(param.device for param in params)
         self._names = {id(param): name for param, name in zip(params, names, strict=True)}
 
     def close(self) -> None:
@@ -181,7 +184,7 @@ class StepGuard:
 
     def _read_later(self, flag: Tensor, *, of_this: bool) -> None:
         """Read a flag from a GPU at the end of the next backward; ``of_this``: it is of the backward under way."""
-        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        if self._captures is None or not self._captures():
             self._unread.append(_Unread(flag, is_older=not of_this))
 
     def _refuse_reached(self, whoami: Callable[[], str]) -> None:
@@ -311,12 +314,8 @@ class _Unread:
     def __init__(self, flag: Tensor, *, is_older: bool) -> None:
         #: True if the flag is of an earlier backward than the one under way.
         self.is_older = is_older
-        copy = torch.empty(flag.shape, dtype=flag.dtype, device="cpu", pin_memory=True)
-        self._flag = copy.copy_(flag.detach(), non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
+        self._flag = accelerator.HostCopy(flag)
 
     def read(self) -> bool:
         """Return whether the flag is set."""
-        self._event.synchronize()  # work of an earlier step
-        return bool(self._flag.any())
+        return bool(self._flag.read().any())  # which waits for work of an earlier step

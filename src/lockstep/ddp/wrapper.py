@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from lockstep import callsite
+from lockstep import accelerator, callsite
 from lockstep.ddp import api
 from lockstep.ddp.comm_hooks import CommHook, fp16_compress_hook
 from lockstep.ddp.members import buffers_of, ignore, ignored_names, parameters_of
@@ -388,16 +388,15 @@ def _resolve_devices(
             f"device_ids={list(device_ids)!r}, but the module is on the CPU: move it to the device first, or leave "
             "device_ids out"
         )
-    wanted = _as_device(device_ids[0])
+    kind = torch.device(devices[0]).type
+    wanted = _as_device(device_ids[0], kind)
     if str(wanted) != devices[0]:
         raise ValueError(f"device_ids={list(device_ids)!r}, but the module is on {devices[0]}: they must be the same")
-    if output_device is not None and _as_device(output_device) != wanted:
+    if output_device is not None and _as_device(output_device, kind) != wanted:
         raise ValueError(f"output_device={output_device!r} is not device_ids[0]={device_ids[0]!r}: leave it out")
     return [wanted], wanted
 
 
-def _as_device(device: Device) -> torch.device:
-    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if found.type == "cuda" and found.index is None:
-        found = torch.device("cuda", torch.cuda.current_device())
-    return found
+def _as_device(device: Device, kind: str) -> torch.device:
+    """Return the device; a number means that of the same kind as the module's."""
+    return accelerator.with_index(torch.device(kind, device) if isinstance(device, int) else torch.device(device))

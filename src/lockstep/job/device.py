@@ -40,7 +40,7 @@ _MOST_MARKS = 1 << 14
 
 
 class Event(Protocol):
-    """An event with a time in a stream; ``torch.cuda.Event(enable_timing=True)`` is one."""
+    """An event with a time in a stream; ``torch.Event(enable_timing=True)`` is one."""
 
     def query(self) -> bool:
         """Return whether the device has reached the event."""
@@ -65,7 +65,7 @@ class Device(Protocol):
         """Return whether the current stream takes events now."""
 
     def memory(self) -> tuple[int, int]:
-        """Return the peak bytes allocated to tensors, and the GPU's capacity in bytes."""
+        """Return the peak bytes allocated to tensors, 0 if nobody counts them, and the GPU's capacity in bytes."""
 
 
 def watch(device: Device) -> None:

@@ -291,7 +291,7 @@ class Summary(TimeAccount):
         timed = [rank.device for rank in self.ranks.values() if sum(rank.device)]
         used, size = max((rank.device_memory for rank in self.ranks.values()), default=(0, 0))
         words = [_in_parts(timed)] if timed else []
-        words += [f"at most {as_size(used)} of {as_size(size)} a rank"] if size else []
+        words += [f"at most {as_size(used)} of {as_size(size)} a rank"] if used else []
         return [f"on the GPUs: {'; '.join(words)}"] if words else []
 
     def _stretches(self) -> list[str]:

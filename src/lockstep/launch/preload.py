@@ -63,13 +63,14 @@ def load(modules: Iterable[str]) -> None:
     A collection would write to the memory of every object, and so un-share it from the ranks.
 
     Raises:
-        LaunchError: one of them has initialised CUDA, which no process that is forked from this one could use.
+        LaunchError: one of them has initialised CUDA or another accelerator, which no process that is forked from this
+            one could use.
     """
     gc.disable()
     with _noting_reads():
         for name in modules:
             importlib.import_module(name)
-            _refuse_cuda(name)
+            _refuse_accelerator(name)
     for module, names in _READ_WHEN_LOADED.items():
         if module in sys.modules:
             _read.update(dict.fromkeys(names, module))
@@ -77,13 +78,18 @@ def load(modules: Iterable[str]) -> None:
     gc.enable()
 
 
-def _refuse_cuda(name: str) -> None:
-    cuda = sys.modules.get("torch.cuda")
-    if cuda is not None and cuda.is_initialized():
+def _refuse_accelerator(name: str) -> None:
+    if "torch" not in sys.modules:
+        return
+    from lockstep import accelerator  # which imports torch
+
+    kind = accelerator.initialised()
+    if kind is not None:
+        title = accelerator.title(kind)
         raise LaunchError(
-            f"importing {name} has initialised CUDA. The ranks are forked from the process that imports it, and torch "
-            f"refuses CUDA in them then. Take {name} out of {knobs.PRELOAD}, and the program imports it itself; or let "
-            "it use the GPU in a function, and not while it is imported"
+            f"importing {name} has initialised {title}. The ranks are forked from the process that imports it, and "
+            f"torch refuses {title} in them then. Take {name} out of {knobs.PRELOAD}, and the program imports it "
+            f"itself; or let it use the {accelerator.noun(kind)} in a function, and not while it is imported"
         )
 
 

@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-from lockstep import machine
+from lockstep import accelerator, machine
 from lockstep.step import deterministic
 
 #: Condition -> its name in messages.
@@ -45,10 +45,10 @@ def conditions(device: torch.device) -> dict[str, str]:
         "deterministic": "on" if deterministic.is_on() else "off",
         "gpu": "none",
     }
-    if device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(device)
-        found["cuda"] = f"{torch.version.cuda} with cuDNN {torch.backends.cudnn.version()}"
-    return found
+    if device.type != "cpu":
+        found["gpu"] = accelerator.name_of(device)
+    libraries = accelerator.cuda_libraries(device)
+    return found if libraries is None else found | {"cuda": libraries}
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[tuple[str, str, str]]:

@@ -23,6 +23,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from lockstep import accelerator
 from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.step import tree_sum as order
 from lockstep.step.share import BatchShare
@@ -187,7 +188,7 @@ class SlicedStep:
         #: Seconds that each rank spent on its slices; known at the end.
         self.seconds: list[float] = []
         self._spent = 0.0
-        self._waits = measures and world.device.type == "cuda"
+        self._waits = measures and world.device.type != "cpu"
         #: Number of a member that took part -> its record: of this rank, at the end of all ranks.
         self.said: dict[int, Any] = {}
         #: Number of a member -> its records of all ranks on which it took part; known at the end.
@@ -262,7 +263,7 @@ class SlicedStep:
             for member in _living():
                 member.slice_ends(self, number)
             if self._waits:
-                torch.cuda.synchronize(self.world.device)
+                accelerator.synchronize(self.world.device)
         finally:
             self.number = None
             self._spent += time.perf_counter() - begun

@@ -101,7 +101,9 @@ def _torch() -> list[tuple[str, str]]:
         ("CUDA", f"{found['cuda'] or 'none'}, NCCL {found['nccl'] or 'none'}"),
         ("backends", ", ".join(found["backends"])),
     ]
+    if found["kind"] and not found["cuda"]:
+        rows.append(("accelerator", f"{found['kind']}, {found['backend'] or 'no backend for its tensors'}"))
     for index, device in enumerate(found["devices"]):
-        capability = ".".join(map(str, device["capability"]))
-        rows.append((f"GPU {index}", f"{device['name']}, {as_size(device['memory'])}, capability {capability}"))
+        capability = "" if device["capability"] is None else ", capability " + ".".join(map(str, device["capability"]))
+        rows.append((f"GPU {index}", f"{device['name']}, {as_size(device['memory'])}{capability}"))
     return rows + [("torch warns", text.splitlines()[0]) for text in found["warnings"]]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep import accelerator
 from lockstep.comm.group.register import register
 
 
@@ -18,16 +19,19 @@ def main() -> None:
     register()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        available = torch.cuda.is_available()
-        devices = [_device(index) for index in range(torch.cuda.device_count())] if available else []
+        available = accelerator.is_usable()
+        devices = [_device(device) for device in accelerator.devices()] if available else []
+    kind = accelerator.kind()
     found = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
+        "kind": kind,
+        "backend": None if kind is None else accelerator.backend_for(kind),
         "available": available,
         "devices": devices,
-        "architectures": torch.cuda.get_arch_list() if available else [],
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if available and dist.is_nccl_available() else "",
+        "architectures": accelerator.cuda_architectures() if available else [],
+        "nccl": accelerator.nccl_version() if available else "",
         "backends": sorted(
             name for name in dist.Backend.backend_list if name != "undefined" and dist.is_backend_available(name)
         ),
@@ -37,17 +41,17 @@ def main() -> None:
     json.dump(found, sys.stdout)
 
 
-def _device(index: int) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(index)
+def _device(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "name": properties.name,
-        "capability": [properties.major, properties.minor],
-        "memory": properties.total_memory,
+        "name": accelerator.name_of(device),
+        "capability": accelerator.cuda_capability(device),
+        "memory": accelerator.memory_size(device),
         "error": "",
     }
     try:
-        values = torch.arange(1000, device=f"cuda:{index}", dtype=torch.float32)
-        found["free"] = torch.cuda.mem_get_info(index)[0]
+        values = torch.arange(1000, device=device, dtype=torch.float32)
+        free = accelerator.free_memory(device)
+        found |= {} if free is None else {"free": free}
         if float((values * 2).sum()) != 999000.0:
             found["error"] = "it computes a sum wrongly"
     except RuntimeError as error:  # what the driver says

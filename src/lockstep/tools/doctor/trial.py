@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep import accelerator
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.init import init, shutdown
 from lockstep.tools.doctor.facts import place
@@ -75,12 +76,10 @@ def _time(group: Any, rank: int, pair: tuple[int, int], device: torch.device, el
     for _ in range(_REPEATS):
         values = own.clone()
         dist.barrier(group)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        accelerator.synchronize(device)
         start = time.perf_counter()
         dist.all_reduce(values, group=group)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        accelerator.synchronize(device)
         times.append(time.perf_counter() - start)
         right = right and torch.equal(values, expected)
     slowest = torch.tensor([statistics.median(times)], dtype=torch.float64, device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep import knobs, machine
@@ -81,14 +81,20 @@ def judge_torch(
         )  # fmt: skip
     else:
         yield from _judge_devices(found, ranks=ranks)
-        if len(devices) != visible:
+        if gpus and len(devices) != visible:  # (The files of other drivers than NVIDIA's are not counted.)
             yield warning(
                 Problem.GPUS_NOT_ALL_SEEN,
                 "GPUs",
                 f"torch sees {len(devices)} of {visible}",
                 "see nvidia-smi for what the others do",
             )
-    if devices and not found["nccl"]:
+    if devices and devices[0]["capability"] is None:
+        own = found["backend"]
+        yield ok("GPUs", f"they are of the kind {found['kind']!r}, " + (
+            f"whose tensors go from rank to rank over {own}" if own else
+            "for which this torch has no backend: ranks train on the CPU, and one process alone on a device"
+        ))  # fmt: skip
+    elif devices and not found["nccl"]:
         yield wrong(
             Problem.NCCL_MISSING,
             "NCCL",
@@ -110,27 +116,16 @@ def _judge_devices(found: Mapping[str, Any], *, ranks: int) -> Iterator[Finding]
     devices = found["devices"]
     for index, device in enumerate(devices):
         name = f"GPU {index}, {device['name']}"
-        major, minor = device["capability"]
-        # Kernels run on later minor versions; compute_… is compiled for later ones when it is loaded.
-        fits = [f"sm_{major}{least}" for least in range(minor + 1)]
-        built = [each.rstrip("af") for each in found["architectures"]]
         if device["error"]:
             yield wrong(
                 Problem.GPU_FAILED, "GPUs",
                 f"{name}: {device['error']}", "end what uses it (nvidia-smi), or leave it out with "
                 "CUDA_VISIBLE_DEVICES",
             )  # fmt: skip
-        elif (
-            found["cuda"]
-            and built
-            and not any(each in built for each in fits)
-            and not any(
-                each.startswith("compute_") and int(each.rpartition("_")[2]) <= 10 * major + minor for each in built
-            )
-        ):
+        elif found["cuda"] and not _has_kernels(found["architectures"], device["capability"]):
             yield wrong(
                 Problem.GPU_WITHOUT_KERNELS, "GPUs",
-                f"{name} has capability {major}.{minor}, for which this torch has no kernels "
+                f"{name} has {_capability(device)}, for which this torch has no kernels "
                 f"({', '.join(found['architectures'])})", "install a build of torch that has them",
             )  # fmt: skip
         elif device.get("free", device["memory"]) < device["memory"] // 2:
@@ -141,8 +136,8 @@ def _judge_devices(found: Mapping[str, Any], *, ranks: int) -> Iterator[Finding]
             )  # fmt: skip
         else:
             driver = facts.driver()
-            yield ok("GPUs", f"{name}, {as_size(device['memory'])}, capability {major}.{minor}"
-                     + (f", driver {driver}" if driver else ""))  # fmt: skip
+            told = (name, as_size(device["memory"]), _capability(device), f"driver {driver}" if driver else "")
+            yield ok("GPUs", ", ".join(filter(None, told)))
     kinds = sorted({device["name"] for device in devices})
     if len(kinds) > 1:
         yield warning(
@@ -157,6 +152,24 @@ def _judge_devices(found: Mapping[str, Any], *, ranks: int) -> Iterator[Finding]
             f"{ranks} ranks for {len(devices)}",
             f"start {len(devices)}: lockstep run -n {len(devices)}",
         )
+
+
+def _has_kernels(architectures: Sequence[str], capability: Sequence[int] | None) -> bool:
+    """Return whether a torch with kernels for ``architectures`` has some for a GPU of CUDA's ``capability``."""
+    built = [each.rstrip("af") for each in architectures]
+    if capability is None or not built:
+        return True
+    major, minor = capability
+    # Kernels run on later minor versions; compute_… is compiled for later ones when it is loaded.
+    fits = [f"sm_{major}{least}" for least in range(minor + 1)]
+    return any(each in built for each in fits) or any(
+        each.startswith("compute_") and int(each.rpartition("_")[2]) <= 10 * major + minor for each in built
+    )
+
+
+def _capability(device: Mapping[str, Any]) -> str:
+    """Return CUDA's capability of a device in words; empty if it is not CUDA's."""
+    return "" if device["capability"] is None else "capability " + ".".join(map(str, device["capability"]))
 
 
 def check_job(task: CheckTask) -> Iterator[Finding]:

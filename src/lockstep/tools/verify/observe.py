@@ -32,7 +32,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lockstep import _torch, callsite, trees
+from lockstep import _torch, accelerator, callsite, trees
 from lockstep.bits import hexdigest
 from lockstep.comm.init import current_world
 from lockstep.launch.spawn import SpawnContext
@@ -240,7 +240,7 @@ class Observer:
         for kind in {each.device.type for each in outputs}:
             if torch.is_autocast_enabled(kind):
                 found.append(torch.finfo(torch.get_autocast_dtype(kind)).eps)
-            if kind == "cuda" and torch.backends.cudnn.allow_tf32:
+            if accelerator.cudnn_rounds_to_tf32(kind):
                 found.append(_TF32)
         self._note_spacing(found)
 
@@ -440,7 +440,9 @@ class _Draws:
     def __init__(self) -> None:
         self._seed = _generator.initial_seed()
         self._state = _generator.get_state()
-        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        kind = accelerator.initialised()
+        self._device = accelerator.CPU if kind is None else accelerator.current(kind)
+        self._of_device = accelerator.rng_state(self._device)
 
     def of_this_rank(self) -> bool:
         """Return whether this rank draws from numbers of its own here, and has drawn some."""
@@ -452,7 +454,8 @@ class _Draws:
         seed = _generator.initial_seed()
         begun = self._state if seed == self._seed else _fresh(seed)
         moved = not torch.equal(begun, _generator.get_state())
-        return moved or (self._cuda is not None and not torch.equal(self._cuda, torch.cuda.get_rng_state()))
+        now = accelerator.rng_state(self._device)
+        return moved or (self._of_device is not None and now is not None and not torch.equal(self._of_device, now))
 
     def have_moved_within(self) -> bool:
         """Return whether numbers were drawn since, in the same stretch: one that has ended tells nothing."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from lockstep.runs.history import Run
-    from lockstep.runs.live import Live, Row
+    from lockstep.runs.live import Live
 
 #: Ranks that are planned for where none are named.
 _UP_TO = 512
@@ -147,13 +147,13 @@ def top(run: str | None, once: bool, as_json: bool) -> None:
                 print_json("runs.top", _looked(found, live))
                 return
             if once:
-                console.print(_now(found, live.rows(), live.logged()))
+                console.print(_now(found, live))
                 return
-            with Screen(_now(found, live.rows(), live.logged()), console=console, auto_refresh=False) as screen:
+            with Screen(_now(found, live), console=console, auto_refresh=False) as screen:
                 while live.goes_on:
                     time.sleep(0.5)
                     live.look()
-                    screen.update(_now(found, live.rows(), live.logged()), refresh=True)
+                    screen.update(_now(found, live), refresh=True)
         except KeyboardInterrupt:
             pass
         finally:
@@ -167,6 +167,7 @@ def _looked(run: Run, live: Live) -> dict[str, Any]:
         "folder": run.path.parent,
         "program": run.about["program"],
         "seconds": time.time() - run.began,
+        **live.throughput().to_json(),
         "ranks": [
             {
                 "rank": row.rank,
@@ -183,10 +184,12 @@ def _looked(run: Run, live: Live) -> dict[str, Any]:
     }
 
 
-def _now(run: Run, rows: list[Row], logged: str) -> Table:
+def _now(run: Run, live: Live) -> Table:
     from rich.table import Table
 
-    title = f"{run.name}: {run.program}, {as_clock(time.time() - run.began)}"
+    done = live.throughput()
+    told = ", ".join(each for each in (*done.rates, done.describe_flops()) if each)
+    title = f"{run.name}: {run.program}, {as_clock(time.time() - run.began)}{told and f'; {told}'}"
     table = Table(
         "rank",
         "step",
@@ -197,7 +200,7 @@ def _now(run: Run, rows: list[Row], logged: str) -> Table:
         "now",
         title=title,
         title_justify="left",
-        caption=logged or None,
+        caption=live.logged() or None,
         caption_justify="left",
         box=None,
         expand=True,
@@ -206,7 +209,7 @@ def _now(run: Run, rows: list[Row], logged: str) -> Table:
         column.justify, column.no_wrap = "right", True
     # What a rank waits in may be longer than any screen: it has the room that the numbers leave.
     table.columns[6].ratio, table.columns[6].no_wrap, table.columns[6].overflow = 1, True, "ellipsis"
-    for row in rows:
+    for row in live.rows():
         parts = [f"{row.waiting:.0%}", f"{row.data:.0%}", f"{as_size(row.memory)}"]
         table.add_row(str(row.rank), f"{row.steps:,}", f"{row.rate:.1f}", *parts, row.doing)
     return table

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import selectors
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from lockstep import knobs
@@ -42,14 +42,20 @@ class Attempt:
         home: the job's private folder.
         number: how many attempts came before on this machine.
         grace: seconds between asking the ranks to stop and killing them.
-        trace: how many steps are traced, and how many come before them; None: none are.
+        measures: what the ranks are to measure, as :attr:`JobSpec.measures` has it; None: nothing.
     """
 
     def __init__(
-        self, round_: Round, *, home: str, number: int, grace: float, trace: tuple[int, int] | None = None
+        self,
+        round_: Round,
+        *,
+        home: str,
+        number: int,
+        grace: float,
+        measures: Mapping[str, str | None] | None = None,
     ) -> None:
         self.round = round_
-        self._trace = trace
+        self._measures = measures
         self.number = number
         self.began = time.monotonic()
         #: The attempt's private folder, which has no rendezvous and no record of an earlier attempt.
@@ -79,7 +85,9 @@ class Attempt:
         interface = None
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             interface = "lo" if is_loopback(self.round.address) else self.round.interface
-        return rank_environment(self.round, local_rank, folder=str(self.folder), interface=interface, trace=self._trace)
+        return rank_environment(
+            self.round, local_rank, folder=str(self.folder), interface=interface, measures=self._measures
+        )
 
     def steps(self, rank: int) -> tuple[int | None, int | None]:
         """Return the optimizer steps of the whole run, and those that ``rank`` has taken since this start; None where
@@ -167,7 +175,7 @@ class Launcher:
         self.spec = spec
         self.recorder = recorder
         self._home = home
-        self.attempt = Attempt(round_, home=home, number=0, grace=spec.grace, trace=spec.trace)
+        self.attempt = Attempt(round_, home=home, number=0, grace=spec.grace, measures=spec.measures)
         self._tracer: Tracer | None = None
         #: The traceback of the zygote's failed imports; None: they have not failed.
         self.broken: str | None = None
@@ -258,7 +266,9 @@ class Launcher:
         self._end_start()
         self._tell(self._end_trace())
         self.attempt.close()
-        self.attempt = Attempt(round_, home=self._home, number=number, grace=self.spec.grace, trace=self.spec.trace)
+        self.attempt = Attempt(
+            round_, home=self._home, number=number, grace=self.spec.grace, measures=self.spec.measures
+        )
         self._record_start()
         return self.attempt
 

@@ -15,7 +15,7 @@ from typing import Any
 from lockstep import _proc
 from lockstep._files import local_path
 from lockstep.errors import LockstepError
-from lockstep.runs.record import VERSION, RunEnd, end_by, nonfinite_in_words
+from lockstep.runs.record import VERSION, RunEnd, end_by, remarks_of
 from lockstep.runs.series import Series
 
 
@@ -140,8 +140,9 @@ class Run:
 
     @property
     def remarks(self) -> list[str]:
-        """What there is to say of what the script has logged, a line each: numbers that were not finite."""
-        return [_printable(line) for line in nonfinite_in_words(self.about)]
+        """What there is to say of what the ranks have told, a line each: FLOPs that were not counted, and numbers
+        that were not finite."""
+        return [_printable(line) for line in remarks_of(self.about)]
 
     @cached_property
     def series(self) -> list[Series]:
@@ -209,6 +210,7 @@ def _check(about: dict[str, Any]) -> None:
         "events": list,
         "checkpoints": list,
         "logs": list,
+        "uncounted": list,
         "environment": dict,
         "end": dict,
         "summary": dict,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.job.account import Ledger, Progress
 from lockstep.job.page import Phase
 from lockstep.job.summary import Bottleneck, RunSummary, Summary
+from lockstep.job.throughput import StepFlops
 from lockstep.runs.history import Run
 from lockstep.runs.series import Series
 
@@ -49,7 +51,7 @@ def _start(run: Run, start: dict[str, Any]) -> Summary | None:
         return None
     ledger, begun = Ledger(), float(start["at"])
     for row, time in enumerate(series.times):
-        ledger.add(_ranks(series, row), now=time, looks=int(_LOOKS * (time - begun)))
+        ledger.add(_ranks(series, row, start.get("flops") or {}), now=time, looks=int(_LOOKS * (time - begun)))
     taken = start.get("steps", min(series.columns["steps"][-1]))
     here = [int(rank) for rank in start.get("ranks") or series.ranks]
     return Summary.of_start(
@@ -66,8 +68,14 @@ def _start(run: Run, start: dict[str, Any]) -> Summary | None:
     )
 
 
-def _ranks(series: Series, row: int) -> dict[int, Progress]:
-    """Return how far the ranks had come at a row; of what the file does not have, all is 0."""
+def _ranks(series: Series, row: int, flops: Mapping[str, Sequence[float]]) -> dict[int, Progress]:
+    """Return how far the ranks had come at a row; of what the file does not have, all is 0.
+
+    Args:
+        series: of a start.
+        row: of the series.
+        flops: by rank what it has counted of one step (:class:`StepFlops`).
+    """
 
     def of(name: str, place: int) -> float:
         column = series.columns.get(name)
@@ -81,6 +89,12 @@ def _ranks(series: Series, row: int) -> dict[int, Progress]:
             of("held", place),
             int(of("memory", place)),
             collected=of("collected", place),
+            tokens=int(of("tokens", place)),
+            flops=_step_flops(flops.get(str(rank))),
         )
         for place, rank in enumerate(series.ranks)
     }
+
+
+def _step_flops(told: Sequence[float] | None) -> StepFlops | None:
+    return None if told is None else StepFlops(int(told[0]), int(told[1]), float(told[2]))

@@ -28,7 +28,7 @@ from lockstep.runs.series import Series
 #: Bins of a run at most, in all and with all ranks' values; of a start at least.
 _BINS, _CELLS, _FEWEST = 600, 40_960, 8
 #: The columns that are read; of those that a file does not have, all is 0.
-_NAMES = ("steps", "samples", "memory", "held", *(phase.name.lower() for phase in Phase))
+_NAMES = ("steps", "samples", "tokens", "memory", "held", *(phase.name.lower() for phase in Phase))
 NAN = math.nan
 
 #: Rank -> bin -> value; NaN: unknown.

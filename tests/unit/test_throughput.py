@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+import lockstep
 from lockstep import _torch
 from lockstep.errors import EnvironmentMismatch
 from lockstep.job import flight
@@ -226,61 +228,83 @@ def test_what_is_no_training_is_left_out_and_what_has_no_formula_is_named(page: 
     assert counter.unknown == {"aten.mkldnn_rnn_layer"}
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, page: Flight) -> None:
-    page.batch += 5
+def _step(model: nn.Module) -> None:
+    """Take a step, by the page's count: of 360 FLOPs, since the inputs get no gradients."""
+    flight.current.batch += 5
     model(torch.ones(5, 6)).sum().backward()
-    optimizer.step()
     flight.current.took_step()
 
 
-def _until_it_counts(page: Flight, **options: float | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _until_it_counts(peak: float | None = None) -> nn.Module:
     model = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    flight.after_each_step(StepCount(device=torch.device("cpu"), peak=options.get("peak")).after_step)
+    flight.after_each_step(StepCount(device=torch.device("cpu"), peak=peak).after_step)
     for _ in range(BEFORE):
-        _step(model, optimizer, page)
-    return model, optimizer
+        _step(model)
+    return model
+
+
+def _counts() -> bool:
+    return "took_step" in vars(flight.current)
+
+
+def _cells(page: Flight) -> list[int]:
+    return [page._cells[cell] for cell in (Cell.FLOPS, Cell.FLOPS_SAMPLES, Cell.FLOPS_AT_PEAK)]
 
 
 def test_one_step_is_counted_and_nothing_of_it_is_left(page: Flight) -> None:
-    cells = memoryview(page._page).cast("q")
-    model, optimizer = _until_it_counts(page, peak=1e6)
+    model = _until_it_counts(peak=1e6)
     assert _torch.innermost_mode() is not None
-    _step(model, optimizer, page)
-    assert (cells[Cell.FLOPS], cells[Cell.FLOPS_SAMPLES]) == (2 * (2 * 5 * 6 * 3), 5)
-    assert cells[Cell.FLOPS_AT_PEAK] == 360 * 10**6  # picoseconds
-    assert "took_step" not in vars(flight.current)
-    _step(model, optimizer, page)
-    assert cells[Cell.FLOPS] == 360
+    _step(model)
+    assert _cells(page) == [360, 5, 360 * 10**6]  # picoseconds
+    assert not _counts()
+    _step(model)
+    assert _cells(page)[0] == 360
 
 
 def test_no_peak_is_known_of_a_cpu(page: Flight) -> None:
-    model, optimizer = _until_it_counts(page)
-    _step(model, optimizer, page)
-    cells = memoryview(page._page).cast("q")
-    assert (cells[Cell.FLOPS], cells[Cell.FLOPS_AT_PEAK]) == (360, 0)
+    _step(_until_it_counts())
+    assert _cells(page) == [360, 5, 0]
 
 
 def test_a_mode_of_the_programs_is_not_ended(page: Flight, said: list[str]) -> None:
     """One that is there before is left alone; one that begins meanwhile ends before ours does."""
     with FlopCounterMode(display=False):
-        _until_it_counts(page)
-        assert "took_step" not in vars(flight.current)
-    model, optimizer = _until_it_counts(page)
+        _until_it_counts()
+        assert not _counts()
+    model = _until_it_counts()
     with FlopCounterMode(display=False) as theirs:
-        _step(model, optimizer, page)
+        _step(model)
         assert _torch.innermost_mode() is theirs.mode
     assert theirs.get_total_flops() == 360
-    _step(model, optimizer, page)
-    assert "took_step" not in vars(flight.current)
+    _step(model)
+    assert not _counts()
     assert said == ["not counted: a dispatch mode of the program's is active at the end of a step"] * 2
+    assert _cells(page) == [0, 0, 0]
 
 
-def test_a_step_of_another_thread_is_not_taken_for_one_without_flops(page: Flight, said: list[str]) -> None:
-    _, optimizer = _until_it_counts(page)
-    optimizer.step()
+def test_a_step_without_operations_is_none_of_no_flops(page: Flight, said: list[str]) -> None:
+    _until_it_counts()
     flight.current.took_step()
     assert "no operation was seen that has any" in said[0]
+    assert _cells(page) == [0, 0, 0]
+
+
+def test_replicas_in_threads_are_not_counted(page: Flight, said: list[str]) -> None:
+    model = lockstep.DataParallel(_until_it_counts(), device_ids=["cpu", "cpu"])
+    _step(model)
+    assert said == ["not counted: lockstep.DataParallel has replicas in threads, and one thread alone is seen"]
+    assert _cells(page) == [0, 0, 0]
+
+
+def test_a_process_that_is_forked_meanwhile_counts_nothing(page: Flight) -> None:
+    model = _until_it_counts()
+    child = os.fork()
+    if not child:
+        os._exit(0 if _torch.innermost_mode() is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert _torch.innermost_mode() is not None
+    _step(model)
+    assert _cells(page)[0] == 360
 
 
 @pytest.fixture

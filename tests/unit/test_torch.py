@@ -78,6 +78,13 @@ VERSIONS = {
     "torch.distributed.ProcessGroup._allgather_base": "2.9 to 2.15",
     "torch.distributed.ProcessGroup._reduce_scatter_base": "2.9 to 2.15",
     "torch.distributed.Work._source_rank": "2.9 to 2.15",
+    "torch.utils._python_dispatch.TorchDispatchMode.is_infra_mode": "2.13",
+    "torch.utils._python_dispatch.TorchDispatchMode.supports_higher_order_operators": "2.13",
+    "torch.utils._python_dispatch._get_current_dispatch_mode": "2.13",
+    "torch.utils.flop_counter.flop_registry": "2.13",
+    "torch._dynamo.utils.counters": "2.13",
+    "torch.backends.cuda.matmul.fp32_precision": "2.13",
+    "torch.backends.cudnn.conv.fp32_precision": "2.13",
 }
 
 #: Names of objects, which no class has: an instance shows them.
@@ -150,6 +157,14 @@ def test_queue_callback_and_will_execute() -> None:
     loss.backward(retain_graph=True)
     loss.backward()
     assert seen == [("executes", True, False), ("ended", True)] * 2
+
+
+def test_multiplies_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not _torch.multiplies_in_tf32(convolution=False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    assert _torch.multiplies_in_tf32(convolution=False)
+    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
+    assert not _torch.multiplies_in_tf32(convolution=True)
 
 
 def test_gradient_hooks() -> None:

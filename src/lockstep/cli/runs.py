@@ -16,8 +16,9 @@ from lockstep.text import as_clock, as_duration, as_size
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from lockstep.job.throughput import Throughput
     from lockstep.runs.history import Run
-    from lockstep.runs.live import Live
+    from lockstep.runs.live import Live, Row
 
 #: Ranks that are planned for where none are named.
 _UP_TO = 512
@@ -147,13 +148,13 @@ def top(run: str | None, once: bool, as_json: bool) -> None:
                 print_json("runs.top", _looked(found, live))
                 return
             if once:
-                console.print(_now(found, live))
+                console.print(_screen(found, live))
                 return
-            with Screen(_now(found, live), console=console, auto_refresh=False) as screen:
+            with Screen(_screen(found, live), console=console, auto_refresh=False) as screen:
                 while live.goes_on:
                     time.sleep(0.5)
                     live.look()
-                    screen.update(_now(found, live), refresh=True)
+                    screen.update(_screen(found, live), refresh=True)
         except KeyboardInterrupt:
             pass
         finally:
@@ -184,10 +185,13 @@ def _looked(run: Run, live: Live) -> dict[str, Any]:
     }
 
 
-def _now(run: Run, live: Live) -> Table:
+def _screen(run: Run, live: Live) -> Table:
+    return _now(run, live.rows(), live.logged(), live.throughput())
+
+
+def _now(run: Run, rows: list[Row], logged: str, done: Throughput) -> Table:
     from rich.table import Table
 
-    done = live.throughput()
     told = ", ".join(each for each in (*done.rates, done.describe_flops()) if each)
     title = f"{run.name}: {run.program}, {as_clock(time.time() - run.began)}{told and f'; {told}'}"
     table = Table(
@@ -200,7 +204,7 @@ def _now(run: Run, live: Live) -> Table:
         "now",
         title=title,
         title_justify="left",
-        caption=live.logged() or None,
+        caption=logged or None,
         caption_justify="left",
         box=None,
         expand=True,
@@ -209,7 +213,7 @@ def _now(run: Run, live: Live) -> Table:
         column.justify, column.no_wrap = "right", True
     # What a rank waits in may be longer than any screen: it has the room that the numbers leave.
     table.columns[6].ratio, table.columns[6].no_wrap, table.columns[6].overflow = 1, True, "ellipsis"
-    for row in live.rows():
+    for row in rows:
         parts = [f"{row.waiting:.0%}", f"{row.data:.0%}", f"{as_size(row.memory)}"]
         table.add_row(str(row.rank), f"{row.steps:,}", f"{row.rate:.1f}", *parts, row.doing)
     return table

@@ -49,9 +49,9 @@ def _start(run: Run, start: dict[str, Any]) -> Summary | None:
         return None
     if not {"steps", "held"} <= series.columns.keys() or not series.times:
         return None
-    ledger, begun = Ledger(), float(start["at"])
+    ledger, begun, flops = Ledger(), float(start["at"]), dict(start.get("flops") or {})
     for row, time in enumerate(series.times):
-        ledger.add(_ranks(series, row, start.get("flops") or {}), now=time, looks=int(_LOOKS * (time - begun)))
+        ledger.add(_ranks(series, row, flops), now=time, looks=int(_LOOKS * (time - begun)))
     taken = start.get("steps", min(series.columns["steps"][-1]))
     here = [int(rank) for rank in start.get("ranks") or series.ranks]
     return Summary.of_start(
@@ -97,4 +97,7 @@ def _ranks(series: Series, row: int, flops: Mapping[str, Sequence[float]]) -> di
 
 
 def _step_flops(told: Sequence[float] | None) -> StepFlops | None:
-    return None if told is None else StepFlops(int(told[0]), int(told[1]), float(told[2]))
+    if told is None:
+        return None
+    flops, samples, at_peak = told
+    return StepFlops(int(flops), int(samples), float(at_peak))

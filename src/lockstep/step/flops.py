@@ -49,6 +49,11 @@ _WITHOUT = frozenset(
 )  # fmt: skip
 
 
+#: Why a step is not counted.
+_COMPILED = "torch.compile has compiled parts of the program, inside which no operation is seen"
+_COVERED = "a dispatch mode of the program's is active at the end of a step"
+
+
 class OperationCounter:
     """Adds up the FLOPs of the operations that it sees run."""
 
@@ -107,10 +112,10 @@ class StepCount:
         self._device, self._peak = device, peak
         self._steps = 0
         self._counter: OperationCounter | None = None
-        #: The samples of all steps, and what was compiled, when the step began.
-        self._samples = self._compiled = 0
-        #: True once a mode of the program's has lain over ours at the end of a step.
-        self._covered = False
+        #: The samples of all steps when the step began.
+        self._samples = 0
+        #: Why the step can't be counted; empty: it can, as far as is known.
+        self._why = ""
 
     def after_step(self) -> bool:
         """Begin or end, if it is time to; return whether it is over."""
@@ -121,38 +126,42 @@ class StepCount:
 
     def _begin(self) -> bool:
         """Begin to count, if that is possible."""
-        if _torch.graphs_compiled():
-            self._tell("torch.compile has compiled parts of the program, inside which no operation is seen")
-        elif _torch.innermost_mode() is not None:
-            self._tell("a dispatch mode of the program's is active at the end of a step")
-        else:
-            self._counter = OperationCounter()
-            self._samples, self._compiled = flight.current.samples, _torch.graphs_compiled()
-            self._counter.mode.__enter__()
-            os.register_at_fork(after_in_child=self._leave)
-        return self._counter is not None
+        global _under_way
+        why = _COMPILED if _torch.graphs_compiled() else "" if _torch.innermost_mode() is None else _COVERED
+        if why:
+            self._tell(why)
+            return False
+        self._counter, self._samples, _under_way = OperationCounter(), flight.current.samples, self
+        self._counter.mode.__enter__()
+        os.register_at_fork(after_in_child=self._leave)
+        return True
+
+    def give_up(self, why: str) -> None:
+        """Note why the step under way can't be counted."""
+        self._why = self._why or why
 
     def _leave(self) -> bool:
         """Leave the mode, also in a child process (a loader's worker) that was forked meanwhile; return whether it was
         possible: not while the program is in another one."""
+        global _under_way
         counter = self._counter
         if counter is None or _torch.innermost_mode() is not counter.mode:
             return False
         counter.mode.__exit__(None, None, None)
-        self._counter = None
+        self._counter = _under_way = None
         return True
 
     def _end(self) -> bool:
         counter = cast(OperationCounter, self._counter)
         if not self._leave():
-            self._covered = True
+            self.give_up(_COVERED)
             return False
-        if self._covered:
-            self._tell("a dispatch mode of the program's is active at the end of a step")
-        elif _torch.graphs_compiled() > self._compiled:
-            self._tell("torch.compile has compiled parts of the program, inside which no operation is seen")
+        if _torch.graphs_compiled():
+            self.give_up(_COMPILED)
         elif not counter.flops:
-            self._tell("no operation was seen that has any; this thread is the only one that is looked at")
+            self.give_up("no operation was seen that has any, on the thread that takes the optimizer's steps")
+        if self._why:
+            self._tell(self._why)
         else:
             step = StepFlops(
                 sum(counter.flops.values()), flight.current.samples - self._samples, self._at_peak(counter.flops)
@@ -174,6 +183,20 @@ class StepCount:
 
     def _tell(self, why: str) -> None:
         notes.tell(notes.FLOPS, why=f"not counted: {why}")
+
+
+#: The count of the step under way; None: it is not counted.
+_under_way: StepCount | None = None
+
+
+def compute_unseen(what: str) -> None:
+    """Say that a model now computes where its operations can't be seen, so that this step is not counted.
+
+    Args:
+        what: computes there, and why that can't be seen.
+    """
+    if _under_way is not None:
+        _under_way.give_up(what)
 
 
 def count(*, device: torch.device, peak: float | None) -> None:

@@ -17,7 +17,7 @@ def main(kind: str) -> None:
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(BATCH * STEPS, WIDTHS[0]), torch.randn(BATCH * STEPS, WIDTHS[2]))
     loader = torch.utils.data.DataLoader(data, batch_size=BATCH, shuffle=True)
-    batches = lockstep.shard(loader, slices=3) if kind == "slices" else lockstep.shard(loader)
+    sharded = lockstep.shard(loader, slices=3 if kind == "slices" else None)
     net: nn.Module = nn.Sequential(nn.Linear(*WIDTHS[:2]), nn.ReLU(), nn.Linear(*WIDTHS[1:]))
     if kind == "compiled":
         net.compile(backend="aot_eager")
@@ -31,7 +31,7 @@ def main(kind: str) -> None:
         loss.backward()
 
     for _ in range(3):
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(sharded.steps() if kind == "slices" else sharded):
             optimizer.zero_grad()
             if kind == "slices":
                 for x, y in batch:
@@ -46,7 +46,7 @@ def main(kind: str) -> None:
         with torch.no_grad():
             model.eval()(data[:60][0])
             model.train()
-    world.print("bits", sum(param.double().sum().item() for param in model.parameters()).hex())
+    world.print("bits", float(sum(param.double().sum().item() for param in model.parameters())).hex())
 
 
 if __name__ == "__main__":

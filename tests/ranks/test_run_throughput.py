@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+import lockstep
 from lockstep.runs import history
 from lockstep.tools.explanation import Explanation
 from lockstep.tools.report import numbers, page
+from tests.harness import run_ranks
 from tests.launching import Finished, run
 from tests.ranks.counted import BATCH, TOKENS, WIDTHS
 
@@ -66,3 +68,23 @@ def test_what_is_compiled_is_not_counted_and_that_is_said(tmp_path: Path) -> Non
     assert (about["summary"]["flops"], about["summary"]["mfu"]) == (None, None)
     assert about["summary"]["tokens_per_second"] == pytest.approx(TOKENS * about["summary"]["samples_per_second"])
     assert _train(tmp_path / "plain", "compiled")[0].out == done.out, "the same bits"
+
+
+def _refusals() -> list[str]:
+    world, said = lockstep.init(), []
+    given: list[Any] = [-1, 2**48, 1.5, True]
+    for tokens in given:
+        with pytest.raises((TypeError, ValueError)) as refused:
+            world.count_tokens(tokens)
+        said.append(str(refused.value))
+    return said
+
+
+def test_what_is_no_number_of_tokens_is_refused() -> None:
+    (said,) = run_ranks(_refusals, 1)
+    assert said == [
+        "rank 0 of 1: world.count_tokens(-1): expected 0 or more, and less than 2**48",
+        "rank 0 of 1: world.count_tokens(281474976710656): expected 0 or more, and less than 2**48",
+        "rank 0 of 1: world.count_tokens(1.5): expected a whole number of tokens",
+        "rank 0 of 1: world.count_tokens(True): expected a whole number of tokens",
+    ]

@@ -60,7 +60,7 @@ def test_samples_tokens_and_flops_are_those_of_all_ranks_together() -> None:
     each = StepFlops(3 * 10**12, 8, 3 * 10**12 / 1e15)
     summary = RunSummary((_summary([_rank(samples=800, tokens=64_000, flops=each)] * 2),))
     assert summary.headline() == "100 steps, 100 ms each, 160 samples/s, 12,800 tokens/s on 2 ranks"
-    assert "FLOPs: 6 TFLOP a step; 30 TFLOP/s a device, 3.0% of its peak (MFU)\n" in summary.describe({})
+    assert "FLOPs: 6 TFLOP a step; 30 TFLOP/s a device, 3% of its peak (MFU)\n" in summary.describe({})
     told = summary.to_json({})
     assert (told["samples_per_second"], told["tokens_per_second"], told["flops"]) == (160, 12_800, 6 * 10**12)
     assert (told["flops_per_second"], told["mfu"]) == (pytest.approx(3e13), pytest.approx(0.03))
@@ -77,7 +77,8 @@ def test_a_step_with_fewer_samples_counts_for_less() -> None:
 def test_what_one_rank_has_not_counted_is_not_known_of_all() -> None:
     assert Throughput.of(10.0, [(StepFlops(10**9), 0, 0), (None, 0, 0)], steps=100).flops_per_second is None
     one_peak = Throughput.of(10.0, [(StepFlops(10**9, 0, 1e-3), 0, 0), (StepFlops(10**9), 0, 0)], steps=100)
-    assert (one_peak.flops_per_second, one_peak.mfu) == (pytest.approx(1e10), None)
+    assert one_peak.flops_per_second == pytest.approx(1e10)
+    assert one_peak.mfu is None
     assert one_peak.describe_flops() == "10 GFLOP/s a device"
 
 
@@ -195,7 +196,7 @@ def test_operations_count_as_in_torch_and_keep_their_bits(page: Flight, name: st
     with counter.mode:
         counted = _train(*_models()[name], autocast=autocast)
     assert sum(counter.flops.values()) == theirs.get_total_flops() > 0
-    assert set(counter.flops) == {"bfloat16" if autocast else "float32"}
+    assert "bfloat16" in counter.flops if autocast else set(counter.flops) == {"float32"}
     assert not counter.unknown
     assert all(torch.equal(one, other) for one, other in zip(plain, counted, strict=True))
 

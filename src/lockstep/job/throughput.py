@@ -107,7 +107,7 @@ class Throughput:
         """``45.6 TFLOP/s a device, 14.6% of its peak (MFU)``; empty: no FLOPs were counted."""
         if self.flops_per_second is None:
             return ""
-        peak = "" if self.mfu is None else f", {self.mfu:.1%} of its peak (MFU)"
+        peak = "" if self.mfu is None else f", {100 * self.mfu:.3g}% of its peak (MFU)"
         return f"{as_amount(self.flops_per_second, 'FLOP/s')} a device{peak}"
 
     def to_json(self) -> dict[str, Any]:

@@ -59,6 +59,8 @@ class OperationCounter:
 
     def __init__(self) -> None:
         self._formulas = _torch.flop_formulas()
+        #: Operations that have no parts.
+        self._whole: set[Any] = set()
         #: Dtype of the inputs -> FLOPs; "tf32" is float32 that may be multiplied in TF32.
         self.flops: defaultdict[str, int] = defaultdict(int)
         #: Operations that may have FLOPs and have no formula.
@@ -69,11 +71,12 @@ class OperationCounter:
         """Run an operation, count it, and return its result."""
         packet = getattr(operation, "_overloadpacket", operation)
         formula = self._formulas.get(packet)
-        if formula is None and packet is not operation:
+        if formula is None and operation not in self._whole and packet is not operation:
             with self.mode:  # in inference mode some come whole that have parts
                 result = operation.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+            self._whole.add(operation)
         result = operation(*args, **kwargs)
         if flight.current.phase in _LEFT_OUT:
             return result

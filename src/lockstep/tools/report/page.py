@@ -129,7 +129,7 @@ class _Page:
         if "flops_per_second" in account.rates:
             yield "a device", as_amount(account.rates["flops_per_second"], "FLOP/s")
         if "mfu" in account.rates:
-            yield "MFU", f"{account.rates['mfu']:.1%}"
+            yield "MFU", f"{100 * account.rates['mfu']:.3g}%"
         yield "ranks", str(len(account.ranks))
         yield "took", scales.moment(self._seconds)
         yield "ended", account.run.ending

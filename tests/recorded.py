@@ -55,7 +55,15 @@ def write_series(
             if slow is not None:
                 held[slow] += wait
         rows = [
-            [int(steps), 8 * int(steps), (200 + rank + second / 10) * 2**20, *spent[rank], held[rank], 0.0]
+            [
+                int(steps),
+                8 * int(steps),
+                (200 + rank + second / 10) * 2**20,
+                *spent[rank],
+                held[rank],
+                0.0,
+                80 * int(steps),
+            ]
             for rank in ranks
         ]
         writer.add(first + 1.0 + second, rows)

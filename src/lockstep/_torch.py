@@ -137,6 +137,72 @@ def outside_dispatch_modes() -> Callable[[], AbstractContextManager[None]]:
     return context
 
 
+def mode_that_sees(see: Callable[[Any, Any, Any], Any]) -> Any:
+    """Return a dispatch mode in which each operation of this thread and its backwards goes to ``see``, which gets the
+    operation, its arguments and its keyword arguments, must run it and return its result.
+
+    ``torch.utils.flop_counter.FlopCounterMode`` is made of such a mode, whose class has no public name. As one of the
+    infrastructure's (``is_infra_mode``) it lets torch.compile compile and run what it would without it; what is
+    compiled it does not see.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seeing(TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        @classmethod
+        def is_infra_mode(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return see(func, args, kwargs or {})
+
+    return cast("Any", Seeing)()
+
+
+def innermost_mode() -> Any:
+    """Return the dispatch mode that this thread entered last and has not left; None: it is in none."""
+    import torch
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    return _get_current_dispatch_mode() if torch._C._len_torch_dispatch_stack() else None
+
+
+def graphs_compiled() -> int:
+    """Return how many graphs torch.compile has compiled in this process; the compiler keeps no public count."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
+
+
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """Return torch's formulas for FLOPs, by operation, with those for attention on the CPU, which torch lacks.
+
+    ``torch.utils.flop_counter`` has a public function to add to them, and none to read them.
+    """
+    import torch
+    from torch.utils.flop_counter import flop_registry
+
+    aten = torch.ops.aten
+    return {
+        **flop_registry,
+        aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+            aten._scaled_dot_product_flash_attention_backward
+        ],
+    }
+
+
+def multiplies_in_tf32(*, convolution: bool) -> bool:
+    """Return whether CUDA's float32 convolutions, or its other products, may be made in TF32.
+
+    Programs set it by any of torch's public names, of which only this one may be read whichever was used.
+    """
+    import torch
+
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    return str((conv if convolution else matmul).fp32_precision) == "tf32"
+
+
 def gradient_hooks(param: torch.Tensor) -> int:
     """Count the hooks on ``param`` that see its accumulated gradient; there is no public way to count them."""
     hooks = param._post_accumulate_grad_hooks

@@ -33,6 +33,9 @@
                        ``lockstep.spawn``.
 ``LOCKSTEP_CORES``     the number of cores that the ranks of a machine share, set by the launcher for ranks that it
                        has bound: each of them sees only its own.
+``LOCKSTEP_FLOPS``     1: count the FLOPs of one step of each rank, as ``lockstep run --flops`` does. By default 0.
+``LOCKSTEP_PEAK_FLOPS`` FLOPs a second of one rank's device at its peak, e.g. 989T: count the FLOPs of a step, and say
+                       which part of this peak they are, as ``lockstep run --peak-flops`` does.
 ``LOCKSTEP_KEY``       32 random bytes as hexadecimal digits, or the path of a file (0600) that holds them: machines
                        that meet by ``--rdzv`` prove to each other that they know it.
 ``LOCKSTEP_SSH``       the ssh client for ``lockstep run --hosts``, with options if need be (``ssh -F FILE``). By
@@ -51,6 +54,7 @@ import shlex
 from collections.abc import Mapping
 
 from lockstep.errors import EnvironmentMismatch
+from lockstep.text import parse_amount
 from lockstep.times import Times, positive
 
 STORE = "LOCKSTEP_STORE"
@@ -70,12 +74,28 @@ QUIET = "LOCKSTEP_QUIET"
 TRACE = "LOCKSTEP_TRACE"
 BIND = "LOCKSTEP_BIND"
 CORES = "LOCKSTEP_CORES"
+FLOPS = "LOCKSTEP_FLOPS"
+PEAK_FLOPS = "LOCKSTEP_PEAK_FLOPS"
 KEY = "LOCKSTEP_KEY"
 SSH = "LOCKSTEP_SSH"
 TRACEBACK = "LOCKSTEP_TRACEBACK"
 
 #: The variables that the user sets and that mean the same on every machine.
-PASSED_ON = (PRELOAD, BACKEND, TIMEOUT, KEEP_MEMORY, SHM_CHUNK, LATE, TIMES, QUIET, TRACE, BIND, TRACEBACK)
+PASSED_ON = (
+    PRELOAD,
+    BACKEND,
+    TIMEOUT,
+    KEEP_MEMORY,
+    SHM_CHUNK,
+    LATE,
+    TIMES,
+    QUIET,
+    TRACE,
+    BIND,
+    FLOPS,
+    PEAK_FLOPS,
+    TRACEBACK,
+)
 
 #: The variables that the launcher sets for its ranks, and a rank for its child processes.
 OF_A_RANK = (STORE, JOB_DIR, RANK_PROCESS, JOINED, RESTART, ROUND, CORES)
@@ -110,7 +130,7 @@ def names() -> frozenset[str]:
 def bad_values(env: Mapping[str, str] = os.environ) -> list[str]:
     """Return a sentence for each variable that has an invalid value."""
     found = []
-    for read in (keep_memory, timeout, times, late, trace, bind, key, ssh, shm_chunk):
+    for read in (keep_memory, timeout, times, late, trace, bind, flops, peak_flops, key, ssh, shm_chunk):
         try:
             read(env)
         except EnvironmentMismatch as error:
@@ -261,6 +281,43 @@ def cores(env: Mapping[str, str] = os.environ) -> int | None:
     """Return how many cores the ranks of this machine share, if the launcher has bound this one to some of them."""
     text = env.get(CORES, "")
     return int(text) if text.isdecimal() else None
+
+
+def flops(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether to count the FLOPs of a step.
+
+    Raises:
+        EnvironmentMismatch: ``LOCKSTEP_FLOPS`` is neither 0 nor 1.
+    """
+    text = env.get(FLOPS) or "0"
+    if text not in ("0", "1"):
+        raise EnvironmentMismatch(f"{FLOPS}={text!r}: expected 0 or 1")
+    return text == "1" or peak_flops(env) is not None
+
+
+def peak_flops(env: Mapping[str, str] = os.environ) -> float | None:
+    """Return the FLOPs a second of one rank's device at its peak; None: the user has not said.
+
+    Raises:
+        EnvironmentMismatch: ``LOCKSTEP_PEAK_FLOPS`` is no such number.
+    """
+    text = env.get(PEAK_FLOPS, "")
+    try:
+        return parse_peak(text) if text else None
+    except ValueError as error:
+        raise EnvironmentMismatch(f"{PEAK_FLOPS}={text}: {error}") from None
+
+
+def parse_peak(text: str) -> float:
+    """Return the FLOPs a second that ``989T``, ``1.5P`` or ``312e12`` says.
+
+    Raises:
+        ValueError: it says none.
+    """
+    found = parse_amount(text)
+    if found is None:
+        raise ValueError("expected the FLOPs a second of one rank's device at its peak, such as 989T or 1.5P")
+    return found
 
 
 def key(env: Mapping[str, str] = os.environ) -> str:

@@ -36,6 +36,16 @@ def as_rate(rate: float) -> str:
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
 
+def as_amount(count: float, unit: str) -> str:
+    """Return a large number in decimal units, to three digits: ``1.23 TFLOP``, ``45.6 GFLOP/s``."""
+    value, prefix = float(count), ""
+    for larger in "kMGTPE":
+        if value < _DIGITS:
+            break
+        value, prefix = value / 1000, larger
+    return f"{value:.3g} {prefix}{unit}"
+
+
 def as_duration(seconds: float) -> str:
     """Return the duration of a step, a phase or a message: ``1.25 s``, ``4.91 ms``, ``20 µs``."""
     if seconds >= 1:
@@ -78,6 +88,15 @@ def parse_bandwidth(given: str) -> float:
         )
     bits = 8 if found[3].lower() == "b" else 1
     return value * _PREFIXES[found[2].lower()] * bits / 8
+
+
+def parse_amount(given: str) -> float | None:
+    """Return the number that ``989T``, ``1.5P``, ``312e12`` or ``2.2 PFLOP/s`` says; None: it says none above 0."""
+    found = re.fullmatch(r"(\d[\d.]*(?:e\d+)?) *([kmgtpe]?)(?:flops?(?:/s)?)?", given.strip(), re.IGNORECASE)
+    value = _number(found[1]) if found else None
+    if found is None or not value:
+        return None
+    return value * 1000.0 ** " kmgtpe".index(found[2].lower() or " ")
 
 
 def _number(given: str) -> float | None:

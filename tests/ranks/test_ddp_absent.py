@@ -31,7 +31,7 @@ class _Heads(nn.Module):
         self.nested = nested
 
     def forward(self, inputs: Tensor, used: Sequence[int]) -> Tensor:
-        hidden = self.body(inputs)
+        hidden: Tensor = self.body(inputs)
         for head in used:
             if self.nested:
                 added = checkpoint(self.heads[head], hidden, use_reentrant=True)

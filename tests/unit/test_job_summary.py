@@ -212,7 +212,7 @@ def test_only_what_lies_between_steps_that_all_have_taken_counts() -> None:
     summary = Summary.of_start(ledger, taken=12, here=(0, 1), world_size=2)
     assert summary is not None
     assert (summary.taken, summary.steps, summary.seconds, summary.looks) == (12, 2, 2.0, 60)
-    assert RunSummary((summary,)).samples_per_second == 8.0
+    assert RunSummary((summary,)).throughput.samples_per_second == 8.0
     assert [rank.seconds[Phase.FORWARD] for rank in summary.ranks.values()] == [2.0, 2.0]
 
 

@@ -89,6 +89,33 @@ def test_one_look_at_a_run_that_goes_on(live: Path, monkeypatch: pytest.MonkeyPa
     told = holds(_runs("top", live, "--json").stdout, "lockstep.runs.top/1")
     assert [(rank["rank"], rank["step"], rank["doing"]) for rank in told["ranks"]] == [(0, 300, "start")]
     assert told["logged"]["loss"] == pytest.approx(1 / 6000)
+    assert [told[key] for key in ("samples_per_second", "tokens_per_second", "flops_per_second", "mfu")] == [None] * 4
+
+
+def test_a_look_tells_what_the_ranks_get_done(live: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten steps of 8 samples while somebody looks; 500 FLOPs a sample, which take 1 ns at the peak."""
+
+    def ten_steps(_seconds: float) -> None:
+        pages = Pages(live, 1)
+        counts = {
+            Cell.STEPS: 311,
+            Cell.SAMPLES: 80,
+            Cell.TOKENS: 560,
+            Cell.FLOPS: 4000,
+            Cell.FLOPS_SAMPLES: 8,
+            Cell.FLOPS_AT_PEAK: 8000,
+        }
+        for cell, value in counts.items():
+            pages.set(0, cell, value)
+        pages.close()
+
+    monkeypatch.setattr(time, "sleep", ten_steps)
+    told = holds(_runs("top", live, "--json").stdout, "lockstep.runs.top/1")
+    samples = told["samples_per_second"]
+    assert samples > 0
+    assert told["tokens_per_second"] == pytest.approx(7 * samples)
+    assert told["flops_per_second"] == pytest.approx(500 * samples)
+    assert told["mfu"] == pytest.approx(1e-9 * samples)
 
 
 def test_the_stacks_of_a_run_that_goes_on(live: Path) -> None:

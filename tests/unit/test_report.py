@@ -174,7 +174,7 @@ def test_a_start_without_its_series_is_left_out_and_said(tmp_path: Path) -> None
 
 
 def test_a_series_of_before_held_was_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.runs.series.COLUMNS", COLUMNS[:-2])
+    monkeypatch.setattr("lockstep.runs.series.COLUMNS", COLUMNS[:-3])
     writer = SeriesWriter(write_record(tmp_path) / "series-0.bin", [0])
     for second in range(1, 30):
         writer.add(second, [[100 * second, 0, 0, *([second / 13] * 13)]])

@@ -22,6 +22,7 @@ from lockstep.cli.runs import _now
 from lockstep.job import notes
 from lockstep.job.account import Progress
 from lockstep.job.page import Cell, Pages, Phase
+from lockstep.job.throughput import Throughput
 from lockstep.launch.stacks import stacks_of
 from lockstep.runs import history
 from lockstep.runs import series as series_module
@@ -568,7 +569,7 @@ def test_what_ranks_wait_in_leaves_the_numbers_their_room(tmp_path: Path, clock:
     _record(tmp_path, clock, step=0.01)
     rows = [Row(rank, f"waits in all_reduce {'#' * 200}", 1234, 56.7, 0.25, 0.1, 300 << 20) for rank in range(2)]
     with io.StringIO() as file:
-        Console(file=file, width=80).print(_now(history.read(tmp_path), rows, "step 3: loss 0.5"))
+        Console(file=file, width=80).print(_now(history.read(tmp_path), rows, "step 3: loss 0.5", Throughput(1.0, 1.0)))
         _, head, *shown, logged = file.getvalue().splitlines()
     assert logged.strip() == "step 3: loss 0.5"
     assert head.split() == ["rank", "step", "steps/s", "waits", "data", "memory", "now"]

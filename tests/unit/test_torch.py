@@ -78,6 +78,13 @@ VERSIONS = {
     "torch.distributed.ProcessGroup._allgather_base": "2.9 to 2.15",
     "torch.distributed.ProcessGroup._reduce_scatter_base": "2.9 to 2.15",
     "torch.distributed.Work._source_rank": "2.9 to 2.15",
+    "torch.utils._python_dispatch.TorchDispatchMode.is_infra_mode": "2.13",
+    "torch.utils._python_dispatch.TorchDispatchMode.supports_higher_order_operators": "2.13",
+    "torch.utils._python_dispatch._get_current_dispatch_mode": "2.13",
+    "torch.utils.flop_counter.flop_registry": "2.13",
+    "torch._dynamo.utils.counters": "2.13",
+    "torch.backends.cuda.matmul.fp32_precision": "2.13",
+    "torch.backends.cudnn.conv.fp32_precision": "2.13",
 }
 
 #: Names of objects, which no class has: an instance shows them.
@@ -90,7 +97,7 @@ _INSTANCES: dict[str, Any] = {
 @pytest.mark.parametrize("name", VERSIONS)
 def test_torch_has_the_name(name: str) -> None:
     owner, _, last = name.rpartition(".")
-    if name.startswith("torch._dynamo"):
+    if name.startswith(("torch._dynamo", "torch.utils.flop_counter")):
         importlib.import_module(owner)
     found = _INSTANCES.get(owner)
     if found is None:
@@ -150,6 +157,67 @@ def test_queue_callback_and_will_execute() -> None:
     loss.backward(retain_graph=True)
     loss.backward()
     assert seen == [("executes", True, False), ("ended", True)] * 2
+
+
+def test_mode_that_sees_and_innermost_mode() -> None:
+    seen = []
+
+    def see(operation: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(str(operation))
+        return operation(*args, **kwargs)
+
+    assert _torch.innermost_mode() is None
+    weight = torch.ones(2, 3, requires_grad=True)
+    with _torch.mode_that_sees(see) as mode:
+        assert _torch.innermost_mode() is mode
+        (torch.ones(4, 2) @ weight).sum().backward()
+    assert _torch.innermost_mode() is None
+    assert seen.count("aten.mm.default") == 2, "forward, and backward on autograd's side"
+
+
+def test_a_mode_that_sees_lets_the_compiler_compile_the_same() -> None:
+    """And compiled graphs are counted."""
+    program = """
+import torch
+from lockstep import _torch
+
+counts = [_torch.graphs_compiled()]
+function = torch.compile(lambda x: x.sin().cos(), backend="eager")
+with _torch.mode_that_sees(lambda operation, args, kwargs: operation(*args, **kwargs)):
+    function(torch.ones(3))
+    counts.append(_torch.graphs_compiled())
+function(torch.ones(3))
+print(*counts, _torch.graphs_compiled())
+"""
+    shown = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=600
+    ).stdout
+    assert shown.split() == ["0", "1", "1"]
+
+
+def test_flop_formulas() -> None:
+    formulas = _torch.flop_formulas()
+    aten = torch.ops.aten
+    assert formulas[aten.mm](torch.ones(2, 3), torch.ones(3, 4), out_val=torch.ones(2, 4)) == 2 * 2 * 3 * 4
+    for name in ("", "_backward"):
+        on_cpu, anywhere = (getattr(aten, f"_scaled_dot_product_flash_attention{at}{name}") for at in ("_for_cpu", ""))
+        assert formulas[on_cpu] is formulas[anywhere]
+
+
+def test_multiplies_in_tf32() -> None:
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    before = matmul.allow_tf32, conv.fp32_precision
+    try:
+        matmul.allow_tf32 = True  # the older name
+        assert _torch.multiplies_in_tf32(convolution=False)
+        matmul.allow_tf32 = False
+        assert not _torch.multiplies_in_tf32(convolution=False)
+        conv.fp32_precision = "tf32"
+        assert _torch.multiplies_in_tf32(convolution=True)
+        conv.fp32_precision = "ieee"
+        assert not _torch.multiplies_in_tf32(convolution=True)
+    finally:
+        matmul.allow_tf32, conv.fp32_precision = before
 
 
 def test_gradient_hooks() -> None:

@@ -136,6 +136,21 @@ def price(help: str) -> Callable[[_Command], _Command]:
     return click.option("--price", type=Price(), metavar="AMOUNT/h", help=help)
 
 
+class PeakFlops(click.ParamType):  # type: ignore[type-arg]  # as above
+    """FLOPs a second of a device at its peak."""
+
+    name = "peak"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number."""
+        from lockstep.knobs import parse_peak
+
+        try:
+            return value if isinstance(value, float) else parse_peak(value)
+        except ValueError as error:
+            self.fail(f"{value!r}: {error}", param, ctx)
+
+
 def log_dir(help: str, *, default: str | None = None) -> Callable[[_Command], _Command]:
     """Return the option --log-dir."""
     return click.option(

@@ -11,7 +11,16 @@ from typing import Any
 import click
 
 from lockstep.cli import terminal
-from lockstep.cli.options import PASSES_ON, grace, local_ranks, log_dir, max_restarts, price, takes_program
+from lockstep.cli.options import (
+    PASSES_ON,
+    PeakFlops,
+    grace,
+    local_ranks,
+    log_dir,
+    max_restarts,
+    price,
+    takes_program,
+)
 from lockstep.text import NEXT
 
 
@@ -83,6 +92,14 @@ from lockstep.text import NEXT
     metavar="STEPS[:FROM]",
     help="Record a trace of STEPS steps after the first FROM (default 10), to open in ui.perfetto.dev.",
 )
+@click.option("--flops", is_flag=True, help="Count the FLOPs of one step, and say how many a second that makes.")
+@click.option(
+    "--peak-flops",
+    type=PeakFlops(),
+    metavar="FLOPS",
+    help="FLOPs per second of one rank's device at its peak, such as 989T, for MFU. Implies --flops. [default: as "
+    "published for some GPUs]",
+)
 @grace(10.0, more="An evaluation that takes longer than this is killed without saving.")
 @max_restarts("0")
 @takes_program
@@ -106,6 +123,8 @@ def run(
     price: float | None,
     quiet: bool,
     trace: str | None,
+    flops: bool,
+    peak_flops: float | None,
     grace: float,
     max_restarts: int | None,
     is_module: bool,
@@ -165,6 +184,8 @@ def run(
             price=price,
             trace=knobs.trace() if trace is None else _parse_trace(trace),
             bind=Bind(bind or knobs.bind()),
+            flops=flops or peak_flops is not None or knobs.flops(),
+            peak_flops=knobs.peak_flops() if peak_flops is None else peak_flops,
             grace=grace,
             max_restarts=(place.restarts or 0) if max_restarts is None else max_restarts,
             rendezvous=None if place.rendezvous is None else replace(place.rendezvous, ranks=nproc),
@@ -187,7 +208,17 @@ def run(
 #: Options that say where the machines are, as --hosts does.
 _ELSEWHERE = ("nnodes", "rdzv", "rdzv_id", "node_rank", "master_addr", "master_port", "local_addr", "standalone")
 #: Options that each host's launcher is given as they are.
-_EVERYWHERE = ("join_timeout", "regroup_after", "log_dir", "bind", "price", "trace", "grace", "max_restarts")
+_EVERYWHERE = (
+    "join_timeout",
+    "regroup_after",
+    "log_dir",
+    "bind",
+    "price",
+    "trace",
+    "peak_flops",
+    "grace",
+    "max_restarts",
+)
 
 
 def _run_on_hosts(hosts: str, given: dict[str, Any]) -> int:
@@ -211,6 +242,7 @@ def _run_on_hosts(hosts: str, given: dict[str, Any]) -> int:
             "file that all hosts have"
         )
     words += ["--all-output"] if given["all_output"] else []
+    words += ["--flops"] if given["flops"] else []
     words += ["--quiet"] if given["quiet"] else []
     words += ["-m"] if given["is_module"] else []
     rest = (*words, "--", given["program"], *given["args"])

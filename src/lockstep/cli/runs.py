@@ -16,6 +16,7 @@ from lockstep.text import as_clock, as_duration, as_size
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from lockstep.job.throughput import Throughput
     from lockstep.runs.history import Run
     from lockstep.runs.live import Live, Row
 
@@ -157,13 +158,13 @@ def top(run: str | None, once: bool, as_json: bool) -> None:
                 print_json("runs.top", _looked(found, live))
                 return
             if once:
-                console.print(_now(found, live.rows(), live.logged()))
+                console.print(_screen(found, live))
                 return
-            with Screen(_now(found, live.rows(), live.logged()), console=console, auto_refresh=False) as screen:
+            with Screen(_screen(found, live), console=console, auto_refresh=False) as screen:
                 while live.goes_on:
                     time.sleep(0.5)
                     live.look()
-                    screen.update(_now(found, live.rows(), live.logged()), refresh=True)
+                    screen.update(_screen(found, live), refresh=True)
         except KeyboardInterrupt:
             pass
         finally:
@@ -177,6 +178,7 @@ def _looked(run: Run, live: Live) -> dict[str, Any]:
         "folder": run.path.parent,
         "program": run.about["program"],
         "seconds": time.time() - run.began,
+        **live.throughput().to_json(),
         "ranks": [
             {
                 "rank": row.rank,
@@ -193,10 +195,15 @@ def _looked(run: Run, live: Live) -> dict[str, Any]:
     }
 
 
-def _now(run: Run, rows: list[Row], logged: str) -> Table:
+def _screen(run: Run, live: Live) -> Table:
+    return _now(run, live.rows(), live.logged(), live.throughput())
+
+
+def _now(run: Run, rows: list[Row], logged: str, done: Throughput) -> Table:
     from rich.table import Table
 
-    title = f"{run.name}: {run.program}, {as_clock(time.time() - run.began)}"
+    told = ", ".join(each for each in (*done.rates, done.describe_flops()) if each)
+    title = f"{run.name}: {run.program}, {as_clock(time.time() - run.began)}{told and f'; {told}'}"
     table = Table(
         "rank",
         "step",

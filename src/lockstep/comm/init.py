@@ -40,7 +40,7 @@ from lockstep.identity import Identity, adopt
 from lockstep.job import device as gpu_time
 from lockstep.job import flight, tracing
 from lockstep.step import deterministic as determinism
-from lockstep.step import streams
+from lockstep.step import flops, streams
 from lockstep.text import counted, joined
 
 register()  # the backend "shm", where torch has not done it
@@ -129,6 +129,8 @@ def init(
         gpu_time.watch(Gpu(device))
         tracing.watch(Gpu(device))
         tracing.settle()
+    if knobs.flops() and flight.current.pages is not None:
+        flops.count(device=device, peak=knobs.peak_flops())
     guests.mark(identity)
     return _world
 

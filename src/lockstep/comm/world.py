@@ -22,6 +22,7 @@ from lockstep.comm.together import together
 from lockstep.comm.waiting import wait_for
 from lockstep.errors import LockstepError, named
 from lockstep.identity import Identity
+from lockstep.job import flight
 from lockstep.job.flight import expect_slow
 from lockstep.step import slicing
 from lockstep.step.share import MOST_ITEMS, BatchesInHand, BatchShare, Items
@@ -101,20 +102,29 @@ class World:
             TypeError: it is not a whole number.
             ValueError: it is less than 0, or 2**48 or more.
         """
-        if isinstance(items, bool) or not hasattr(items, "__index__"):
-            raise TypeError(
-                f"rank {self.rank} of {self.world_size}: world.weigh({items!r}): expected a whole number of items; for "
-                "other weights there is world.share = lockstep.BatchShare(here, everywhere)"
-            )
-        count = operator.index(items)
-        if not 0 <= count < MOST_ITEMS:
-            raise ValueError(
-                f"rank {self.rank} of {self.world_size}: world.weigh({count}): expected 0 or more, and less than 2**48"
-            )
+        other = "; for other weights there is world.share = lockstep.BatchShare(here, everywhere)"
+        count = self._checked("weigh", items, "items", more=other)
         step = slicing.current
         if step is not None:
             step.weigh(count)
         self._in_hand.say(Items(count))
+
+    def count_tokens(self, tokens: int) -> None:
+        """Say how many tokens this rank's batch has, for the tokens a second of the summary and of ``lockstep runs``.
+
+        What a token is you decide: with padding or without, inputs or targets. Nobody else knows, so nothing is told of
+        tokens unless you call this: once for each batch that a rank trains on, with accumulation or slices once for
+        each piece, anywhere before the optimizer's step. The counts up to that step are added up. It changes nothing
+        in the training, costs no collective, and has nothing to do with :meth:`weigh`.
+
+        Args:
+            tokens: 0 or more, of this rank.
+
+        Raises:
+            TypeError: it is not a whole number.
+            ValueError: it is less than 0, or 2**48 or more.
+        """
+        flight.current.tokens += self._checked("count_tokens", tokens, "tokens")
 
     @property
     def rank(self) -> int:
@@ -140,6 +150,16 @@ class World:
     def node_rank(self) -> int:
         """This machine's number among those of the job, from 0."""
         return self._identity.node_rank
+
+    def _checked(self, call: str, given: Any, what: str, *, more: str = "") -> int:
+        """Return a number of items that the script has given, and refuse what is none."""
+        where = f"rank {self.rank} of {self.world_size}: world.{call}"
+        if isinstance(given, bool) or not hasattr(given, "__index__"):
+            raise TypeError(f"{where}({given!r}): expected a whole number of {what}{more}")
+        count = operator.index(given)
+        if not 0 <= count < MOST_ITEMS:
+            raise ValueError(f"{where}({count}): expected 0 or more, and less than 2**48")
+        return count
 
     @property
     def hosts(self) -> list[list[int]] | None:

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from lockstep import accelerator
+from lockstep.step import flops
 
 Result = TypeVar("Result")
 
@@ -151,6 +152,8 @@ def run_replicas(
     """
     running: list[ReplicaThread[Result]] = []
     cores = Cores(None if in_turn else modes.operator_threads)
+    if len(calls) > 1:
+        flops.compute_unseen("lockstep.DataParallel has replicas in threads, and one thread alone is seen")
     try:
         if not in_turn:
             cores.divide()

@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 
 from lockstep.job.hang import WARM
 from lockstep.job.page import Phase
+from lockstep.job.throughput import StepFlops
 
 #: The fewest steps and looks from which a verdict is given.
 FEWEST_STEPS, FEWEST_LOOKS = 10, 60
@@ -69,6 +70,10 @@ class Progress:
     collections: int = 0
     #: Resident bytes at the last look that are neither a file's nor shared; 0: unknown, as of other machines' ranks.
     own_memory: int = 0
+    #: Tokens that the script has counted for these steps; 0: it counts none.
+    tokens: int = 0
+    #: The FLOPs of one step, as they were counted; None: they were not.
+    flops: StepFlops | None = None
 
     @property
     def work(self) -> float:
@@ -82,6 +87,7 @@ class Progress:
             steps=self.steps - before.steps,
             seconds=tuple(after - earlier for earlier, after in zip(before.seconds, self.seconds, strict=True)),
             samples=self.samples - before.samples,
+            tokens=self.tokens - before.tokens,
             held=self.held - before.held,
             collected=self.collected - before.collected,
             collections=self.collections - before.collections,
@@ -95,6 +101,7 @@ class Progress:
             steps=self.steps + other.steps,
             seconds=tuple(map(math.fsum, zip(self.seconds, other.seconds, strict=True))),
             samples=self.samples + other.samples,
+            tokens=self.tokens + other.tokens,
             held=self.held + other.held,
             memory=max(self.memory, other.memory),
             device=tuple(map(math.fsum, zip(*both, strict=True))),
@@ -102,6 +109,7 @@ class Progress:
             collected=self.collected + other.collected,
             collections=self.collections + other.collections,
             own_memory=max(self.own_memory, other.own_memory),
+            flops=other.flops or self.flops,
         )
 
 

@@ -18,6 +18,7 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ContextDecorator
 from itertools import count
 from pathlib import Path
@@ -29,8 +30,9 @@ from lockstep import _torch
 from lockstep.callsite import user_frame, user_frame_and_depth, words
 from lockstep.job.files import JobFiles
 from lockstep.job.page import ENTERED, PAGE, SERIAL, STACK_SIGNAL, WAITS, Cell, Pages, Phase, Text, encode
+from lockstep.job.throughput import StepFlops
 
-_MARK, _STEPS, _SAMPLES = int(Cell.MARK), int(Cell.STEPS), int(Cell.SAMPLES)
+_MARK, _STEPS, _SAMPLES, _TOKENS = int(Cell.MARK), int(Cell.STEPS), int(Cell.SAMPLES), int(Cell.TOKENS)
 _OPTIMIZER = int(Phase.OPTIMIZER)
 _getframe = sys._getframe
 
@@ -67,6 +69,8 @@ class Flight:
         self._next_steps = count(2)
         #: Samples in the batches fetched since the last step.
         self.batch = 0
+        #: Tokens that the script has counted since the last step.
+        self.tokens = 0
         #: The start of the garbage collection under way (nanoseconds of time.perf_counter_ns).
         self._collecting = 0
         #: The user's code and instruction that called for the last optimizer step, and its distance in frames.
@@ -103,6 +107,9 @@ class Flight:
         if self.batch:
             self._cells[_SAMPLES] += self.batch
             self.batch = 0
+        if self.tokens:
+            self._cells[_TOKENS] += self.tokens
+            self.tokens = 0
         try:
             frame = _getframe(self._away)
         except ValueError:  # the stack is less deep than at the last step
@@ -111,6 +118,17 @@ class Flight:
         if frame.f_lasti != self._instruction or frame.f_code is not self._code:
             self._note_line()
         self._cells[_MARK] = next(_over[_OPTIMIZER])
+
+    @property
+    def samples(self) -> int:
+        """Samples of all steps so far; 0: they are not counted."""
+        return self._cells[_SAMPLES]
+
+    def counted_flops(self, step: StepFlops) -> None:
+        """Record the FLOPs of one step of this rank."""
+        cells = self._cells
+        cells[Cell.FLOPS_SAMPLES], cells[Cell.FLOPS_AT_PEAK] = step.samples, round(step.at_peak * 1e12)
+        cells[Cell.FLOPS] = step.flops  # last: it says that the others are there
 
     def at_step(self, step: int) -> None:
         """Record that the whole run is at ``step``, by the count of a Checkpointer."""
@@ -316,6 +334,22 @@ def watch_optimizers(optimizers: Any) -> None:
         _watches_optimizers = True
         optimizers.register_optimizer_step_pre_hook(_before_step)
         optimizers.register_optimizer_step_post_hook(_after_step)
+
+
+def after_each_step(act: Callable[[], bool]) -> None:
+    """Call ``act`` after each optimizer step of this process from now on, until it returns True; from then on it costs
+    nothing.
+
+    An attribute of the page's writer stands before the method of its class meanwhile. Another writer that takes its
+    place (device.py, tracing.py) takes over its attributes, so this one as well.
+    """
+
+    def took_step() -> None:
+        type(current).took_step(current)
+        if act():
+            del vars(current)["took_step"]
+
+    vars(current)["took_step"] = took_step
 
 
 def _before_step(*_: object) -> None:

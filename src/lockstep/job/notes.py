@@ -19,8 +19,8 @@ from lockstep.job.files import JobFiles
 
 #: Kinds of notes: a checkpoint is complete, with its step; a log is written to, with its path; numbers of a name were
 #: infinite or NaN, with the step of the first, and "alone" (1: the line has no other numbers, 0: it has); a rank's log
-#: can't be written any more, with the rank and why.
-CHECKPOINT, LOG, NONFINITE, UNWRITTEN = "checkpoint", "log", "nonfinite", "unwritten"
+#: can't be written any more, with the rank and why; FLOPs were not counted, or not all of them, with why.
+CHECKPOINT, LOG, NONFINITE, UNWRITTEN, FLOPS = "checkpoint", "log", "nonfinite", "unwritten", "flops"
 
 
 def unwritten(rank: int, why: str) -> str:

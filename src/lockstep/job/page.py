@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.job.files import JobFiles
+from lockstep.job.throughput import StepFlops
 
 #: The signal that asks a rank for its Python stacks. Not SIGUSR1 or SIGUSR2, which are the user's; far from both ends
 #: of the range, which libraries take first.
@@ -92,6 +93,8 @@ class Cell(enum.IntEnum):
     STEPS = 1
     #: Samples that the sharded loaders have handed out for these steps; 0: they are not counted.
     SAMPLES = 2
+    #: Tokens that the script has counted for these steps (``World.count_tokens``); 0: it counts none.
+    TOKENS = 3
     #: Optimizer steps of the whole run by a Checkpointer's count, those before a restart included, plus one; 0: no
     #: Checkpointer counts.
     RUN_STEPS = 8
@@ -116,6 +119,11 @@ class Cell(enum.IntEnum):
     COLLECTING = 228
     #: The rank's note on its last output to where the launcher's messages go: see Note [Begun lines] in terminal.py.
     LINES = 229
+    #: Of the step whose FLOPs were counted (see step/flops.py): the FLOPs of this rank, 0: they are not known; its
+    #: samples, 0: they are not counted; and the picoseconds that the FLOPs take at the device's peak, 0: not known.
+    FLOPS = 230
+    FLOPS_SAMPLES = 231
+    FLOPS_AT_PEAK = 232
 
 
 class Text(enum.Enum):
@@ -215,6 +223,13 @@ class Pages:
     def device_spent(self, rank: int) -> list[float]:
         """Return the seconds of a rank's GPU by phase, in the steps that were timed; all 0: not known."""
         return [microseconds / 1e6 for microseconds in self._by_phase(rank, Cell.DEVICE_SPENT)]
+
+    def step_flops(self, rank: int) -> StepFlops | None:
+        """What a rank has counted of one step; None: nothing."""
+        flops, samples, at_peak = (
+            self.get(rank, cell) for cell in (Cell.FLOPS, Cell.FLOPS_SAMPLES, Cell.FLOPS_AT_PEAK)
+        )
+        return StepFlops(flops, samples, at_peak / 1e12) if flops else None
 
     def _by_phase(self, rank: int, first: Cell) -> list[int]:
         start = rank * (PAGE // 8) + first

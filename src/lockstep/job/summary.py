@@ -13,6 +13,7 @@ summary is of the ranks' time.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
@@ -26,8 +27,20 @@ from lockstep.job.growth import Growth, find_growth
 from lockstep.job.hang import WARM
 from lockstep.job.page import NAMES, Phase
 from lockstep.job.stretches import Stretch, find
+from lockstep.job.throughput import Throughput
 from lockstep.job.useful import UsefulTime
-from lockstep.text import NEXT, as_clock, as_duration, as_size, counted, in_columns, joined, numbered, which_ranks
+from lockstep.text import (
+    NEXT,
+    as_amount,
+    as_clock,
+    as_duration,
+    as_size,
+    counted,
+    in_columns,
+    joined,
+    numbered,
+    which_ranks,
+)
 
 #: The fractions of a step that must go to data, or to waits for none of the watched ranks, for these to be the limit.
 _INPUT, _NETWORK = 0.2, 0.3
@@ -170,9 +183,16 @@ class Summary(TimeAccount):
         return len(self.ranks) == self.world_size
 
     @property
-    def samples(self) -> int:
-        """Samples in these ranks' watched steps; 0: they are not counted."""
-        return sum(rank.samples for rank in self.ranks.values())
+    def throughput(self) -> Throughput:
+        """What these ranks got done in the watched steps."""
+        ranks = ((rank.flops, rank.samples, rank.tokens) for rank in self.ranks.values())
+        return Throughput.of(self.seconds, ranks, steps=self.steps)
+
+    @property
+    def flops(self) -> int | None:
+        """The FLOPs of all these ranks in the step that was counted; None: not those of all are known."""
+        counted = [rank.flops for rank in self.ranks.values()]
+        return sum(each.flops for each in counted if each is not None) if None not in counted else None
 
     @property
     def bottleneck(self) -> Bottleneck:
@@ -262,8 +282,8 @@ class Summary(TimeAccount):
         return joined(wanted)
 
     def remarks(self) -> list[str]:
-        """Return what else there is to say, a line each: of GPUs, stretches, memory, and the garbage collector."""
-        return [*self._devices(), *self._stretches(), *self._growth(), *self._collector()]
+        """Return what else there is to say, a line each: FLOPs, GPUs, stretches, memory, the garbage collector."""
+        return [*self._flops(), *self._devices(), *self._stretches(), *self._growth(), *self._collector()]
 
     def table(self, peaks: Mapping[int, int | None]) -> list[str]:
         """Return a row for each rank, where a rank or a phase stands out."""
@@ -285,6 +305,10 @@ class Summary(TimeAccount):
     def _shares(self) -> str:
         """Say what the ranks' time went to in the mean."""
         return _in_parts([rank.seconds for rank in self.ranks.values()])
+
+    def _flops(self) -> list[str]:
+        told, flops = self.throughput.describe_flops(), self.flops
+        return [f"FLOPs: {as_amount(flops, 'FLOP')} a step; {told}"] if told and flops else []
 
     def _devices(self) -> list[str]:
         """Say what the GPUs' time went to in the mean, and the most memory that a rank had, where ranks have GPUs."""
@@ -362,7 +386,8 @@ class Summary(TimeAccount):
             "starting": self.starting,
             "world_size": self.world_size,
             "watched": {"steps": self.steps, "seconds": self.seconds, "looks": self.looks},
-            "samples_per_second": self.samples / self.seconds if self.samples and self.seconds else None,
+            **self.throughput.to_json(),
+            "flops": self.flops,
             "ranks": {str(rank): _told(each, peaks.get(rank)) for rank, each in self.ranks.items()},
             "straggler": None
             if straggler is None
@@ -427,10 +452,9 @@ class RunSummary:
         return sum(part.seconds for part in self.parts) / steps if steps else 0.0
 
     @property
-    def samples_per_second(self) -> float | None:
-        """Samples in these ranks' steps per second; None: they are not counted."""
-        samples, seconds = (sum(values) for values in zip(*((p.samples, p.seconds) for p in self.parts), strict=True))
-        return samples / seconds if samples and seconds else None
+    def throughput(self) -> Throughput:
+        """What the ranks got done in all steps that were watched."""
+        return functools.reduce(Throughput.plus, (part.throughput for part in self.parts))
 
     def headline(self) -> str:
         """Return how many steps there were, how long they took, and on how many ranks."""
@@ -438,8 +462,7 @@ class RunSummary:
         words = [f"{counted(self.taken, 'step')}{f' in {starts} starts' if starts > 1 else ''}"]
         if self.step:
             words.append(f"{as_duration(self.step)} each")
-        if self.samples_per_second is not None:
-            words.append(f"{self.samples_per_second:,.0f} samples/s")
+        words += self.throughput.rates
         ranks = list(dict.fromkeys(len(part.ranks) for part in self.parts))
         many = joined(ranks) if len(ranks) < 3 else f"{min(ranks)} to {max(ranks)}"
         here = "" if self.is_whole else " of this machine"
@@ -496,7 +519,7 @@ class RunSummary:
             "step": self.step,
             "starting": sum(part["starting"] for part in parts),
             "watched": {name: sum(part["watched"][name] for part in parts) for name in ("steps", "seconds", "looks")},
-            "samples_per_second": self.samples_per_second,
+            **self.throughput.to_json(),
             "ranks": {str(rank): _told(each, peaks.get(rank, each.memory or None)) for rank, each in ranks.items()},
             "stretches": [stretch for part in parts for stretch in part["stretches"]],
             "headline": self.headline(),

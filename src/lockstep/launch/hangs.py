@@ -40,7 +40,8 @@ from lockstep.launch.report import Known
 _WORKS = 0.2
 #: The cells of a rank's page that launchers send each other.
 _COUNTS = (
-    Cell.STEPS, Cell.SAMPLES, Cell.RUN_STEPS, Cell.DEVICE_MEMORY, Cell.DEVICE_SIZE, Cell.COLLECTED, Cell.COLLECTIONS,
+    Cell.STEPS, Cell.SAMPLES, Cell.TOKENS, Cell.RUN_STEPS, Cell.DEVICE_MEMORY, Cell.DEVICE_SIZE, Cell.COLLECTED,
+    Cell.COLLECTIONS, Cell.FLOPS, Cell.FLOPS_SAMPLES, Cell.FLOPS_AT_PEAK,
 )  # fmt: skip
 #: Seconds before ranks that were suspected, and turned out not to be late, are asked for their stacks again.
 _PAUSE = 60.0
@@ -152,6 +153,8 @@ class HangWatch:
                 had,
                 cells[Cell.COLLECTED] / 1e6,
                 cells[Cell.COLLECTIONS],
+                tokens=cells[Cell.TOKENS],
+                flops=self._pages.step_flops(rank),
             )
             before, look = self._others.get(rank), self._pages.look(rank)
             moved = before.moved if before is not None and before.look.mark == look.mark else now
@@ -254,6 +257,8 @@ class HangWatch:
                 self._pages.get(rank, Cell.COLLECTED) / 1e6,
                 self._pages.get(rank, Cell.COLLECTIONS),
                 self._memory[rank][1],
+                tokens=self._pages.get(rank, Cell.TOKENS),
+                flops=self._pages.step_flops(rank),
             )
             for place, rank in enumerate(ranks)
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import selectors
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class Attempt:
         home: the job's private folder.
         number: how many attempts came before on this machine.
         grace: seconds between asking the ranks to stop and killing them.
-        trace: how many steps are traced, and how many come before them; None: none are.
+        measures: what the ranks are to measure, as :attr:`JobSpec.measures` has it; None: nothing.
         binding: to which cores its ranks are bound.
     """
 
@@ -55,12 +55,12 @@ class Attempt:
         home: str,
         number: int,
         grace: float,
-        trace: tuple[int, int] | None = None,
+        measures: Mapping[str, str | None] | None = None,
         binding: Binding,
     ) -> None:
         self.round = round_
         self.binding = binding
-        self._trace = trace
+        self._measures = measures
         self.number = number
         self.began = time.monotonic()
         #: The attempt's private folder, which has no rendezvous and no record of an earlier attempt.
@@ -106,7 +106,7 @@ class Attempt:
             local_rank,
             folder=str(self.folder),
             interface=interface,
-            trace=self._trace,
+            measures=self._measures,
             cores=self.binding.cores if self.binding.cpus else None,
         )
 
@@ -335,7 +335,7 @@ class Launcher:
     def _attempt(self, round_: Round, *, number: int) -> Attempt:
         spec = self.spec
         return Attempt(
-            round_, home=self._home, number=number, grace=spec.grace, trace=spec.trace, binding=self._binding
+            round_, home=self._home, number=number, grace=spec.grace, measures=spec.measures, binding=self._binding
         )
 
     def _record_progress(self, now: float) -> None:

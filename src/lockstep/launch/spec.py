@@ -103,6 +103,9 @@ class JobSpec:
     trace: tuple[int, int] | None = field(default_factory=knobs.trace)
     #: To which cores the ranks are bound.
     bind: Bind = field(default_factory=lambda: Bind(knobs.bind()))
+    #: True if the FLOPs of a step are counted; the FLOPs a second of a rank's device at its peak, None: as published.
+    flops: bool = field(default_factory=knobs.flops)
+    peak_flops: float | None = field(default_factory=knobs.peak_flops)
     #: The limit on restarts of all ranks after one failed.
     max_restarts: int = 0
     #: The rendezvous with other machines' launchers; None: the machines are known beforehand.
@@ -137,6 +140,15 @@ class JobSpec:
             )
         if not (math.isfinite(self.regroup_after) and self.regroup_after >= 0):
             raise ValueError(f"--regroup-after={self.regroup_after}: expected a number of seconds, 0 or more")
+
+    @property
+    def measures(self) -> dict[str, str | None]:
+        """The variables that say what ranks measure; None means unset."""
+        return {
+            knobs.TRACE: None if self.trace is None else f"{self.trace[0]}:{self.trace[1]}",
+            knobs.FLOPS: "1" if self.flops else None,
+            knobs.PEAK_FLOPS: None if self.peak_flops is None else str(self.peak_flops),
+        }
 
     def round(self, address: str, port: int, *, number: int = 0) -> Round:
         """Return this node's place where the machines are known beforehand.
@@ -176,7 +188,7 @@ def rank_environment(
     *,
     folder: str,
     interface: str | None = None,
-    trace: tuple[int, int] | None = None,
+    measures: Mapping[str, str | None] | None = None,
     cores: int | None = None,
 ) -> dict[str, str | None]:
     """Return the variables that one rank sees changed; None means unset.
@@ -186,7 +198,7 @@ def rank_environment(
         local_rank: which rank of this machine.
         folder: the private folder of this start of the job.
         interface: the network device that gloo is to use, whatever the host's name resolves to; None: it chooses.
-        trace: how many steps are traced, and how many come before them; None: none are.
+        measures: what the rank is to measure, as :attr:`JobSpec.measures` has it; None: nothing.
         cores: those that the ranks of this machine share, if each is bound to some of them.
     """
     env: dict[str, str | None] = dict(round_.identity(local_rank).to_environment())
@@ -194,7 +206,7 @@ def rank_environment(
     env[knobs.JOB_DIR] = folder
     env[knobs.RESTART] = env["TORCHELASTIC_RESTART_COUNT"] = str(round_.number)  # the latter is what torchrun sets
     env[knobs.STORE] = f"{folder}/store" if len(round_.ranks) == 1 else None
-    env[knobs.TRACE] = None if trace is None else f"{trace[0]}:{trace[1]}"
+    env |= dict.fromkeys((knobs.TRACE, knobs.FLOPS, knobs.PEAK_FLOPS)) | dict(measures or {})
     env[knobs.CORES] = None if cores is None else str(cores)
     env[knobs.ROUND] = f"{round_.job} {round_.number}" if round_.job else None
     if round_.served:

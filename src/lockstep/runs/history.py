@@ -16,7 +16,7 @@ from lockstep import _proc
 from lockstep._files import local_path
 from lockstep.errors import LockstepError
 from lockstep.runs import shape
-from lockstep.runs.record import VERSION, RunEnd, end_by, nonfinite_in_words
+from lockstep.runs.record import VERSION, RunEnd, end_by, remarks_of
 from lockstep.runs.series import Series
 
 
@@ -156,8 +156,9 @@ class Run:
 
     @property
     def remarks(self) -> list[str]:
-        """What there is to say of what the script has logged, a line each: numbers that were not finite."""
-        return [_printable(line) for line in nonfinite_in_words(self.about)]
+        """What there is to say of what the ranks have told, a line each: FLOPs that were not counted, and numbers
+        that were not finite."""
+        return [_printable(line) for line in remarks_of(self.about)]
 
     @cached_property
     def series(self) -> list[Series]:

@@ -11,6 +11,7 @@ from typing import Any
 from lockstep import _proc
 from lockstep.job.files import JobFiles
 from lockstep.job.page import NAMES, Cell, Mark, Pages, Phase
+from lockstep.job.throughput import Throughput
 from lockstep.runs import history
 from lockstep.runs.history import Run, UnknownRun
 
@@ -45,6 +46,8 @@ class _Moment:
 
     at: float
     steps: list[int]
+    samples: list[int]
+    tokens: list[int]
     spent: list[list[float]]
 
 
@@ -100,8 +103,9 @@ class Live:
             if start["folder"] != self._folder and JobFiles(start["folder"]).pages.exists():
                 self._pages.close()
                 self._open(start)
-        steps = self._pages.all(Cell.STEPS)
-        self._moments.append(_Moment(time.monotonic(), steps, [self._pages.spent(rank) for rank in range(len(steps))]))
+        steps, samples, tokens = (self._pages.all(cell) for cell in (Cell.STEPS, Cell.SAMPLES, Cell.TOKENS))
+        spent = [self._pages.spent(rank) for rank in range(len(steps))]
+        self._moments.append(_Moment(time.monotonic(), steps, samples, tokens, spent))
         while self._moments[-1].at - self._moments[0].at > WINDOW and len(self._moments) > 2:
             self._moments.popleft()
 
@@ -130,6 +134,21 @@ class Live:
                 )
             )
         return rows
+
+    def throughput(self) -> Throughput:
+        """Return what all ranks that are known got done in the last seconds, together."""
+        first, last = self._moments[0], self._moments[-1]
+        ranks = [rank for rank, steps in enumerate(last.steps) if steps]
+        taken = (last.steps[rank] - first.steps[rank] for rank in ranks)
+        rows = (
+            (
+                self._pages.step_flops(rank),
+                last.samples[rank] - first.samples[rank],
+                last.tokens[rank] - first.tokens[rank],
+            )
+            for rank in ranks
+        )
+        return Throughput.of(last.at - first.at, rows, steps=min(taken, default=0))
 
     def logged(self) -> str:
         """Return the numbers that the script logged last (:class:`lockstep.Log`), in words; empty: none that are known

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.job.account import Ledger, Progress
 from lockstep.job.page import Phase
 from lockstep.job.summary import Bottleneck, RunSummary, Summary
+from lockstep.job.throughput import StepFlops
 from lockstep.runs.history import Run
 from lockstep.runs.series import Series
 
@@ -47,9 +49,9 @@ def _start(run: Run, start: dict[str, Any]) -> Summary | None:
         return None
     if not {"steps", "held"} <= series.columns.keys() or not series.times:
         return None
-    ledger, begun = Ledger(), float(start["at"])
+    ledger, begun, flops = Ledger(), float(start["at"]), dict(start.get("flops") or {})
     for row, time in enumerate(series.times):
-        ledger.add(_ranks(series, row), now=time, looks=int(_LOOKS * (time - begun)))
+        ledger.add(_ranks(series, row, flops), now=time, looks=int(_LOOKS * (time - begun)))
     taken = start.get("steps", min(series.columns["steps"][-1]))
     here = [int(rank) for rank in start.get("ranks") or series.ranks]
     return Summary.of_start(
@@ -66,8 +68,14 @@ def _start(run: Run, start: dict[str, Any]) -> Summary | None:
     )
 
 
-def _ranks(series: Series, row: int) -> dict[int, Progress]:
-    """Return how far the ranks had come at a row; of what the file does not have, all is 0."""
+def _ranks(series: Series, row: int, flops: Mapping[str, Sequence[float]]) -> dict[int, Progress]:
+    """Return how far the ranks had come at a row; of what the file does not have, all is 0.
+
+    Args:
+        series: of a start.
+        row: of the series.
+        flops: by rank what it has counted of one step (:class:`StepFlops`).
+    """
 
     def of(name: str, place: int) -> float:
         column = series.columns.get(name)
@@ -81,6 +89,15 @@ def _ranks(series: Series, row: int) -> dict[int, Progress]:
             of("held", place),
             int(of("memory", place)),
             collected=of("collected", place),
+            tokens=int(of("tokens", place)),
+            flops=_step_flops(flops.get(str(rank))),
         )
         for place, rank in enumerate(series.ranks)
     }
+
+
+def _step_flops(told: Sequence[float] | None) -> StepFlops | None:
+    if told is None:
+        return None
+    flops, samples, at_peak = told
+    return StepFlops(int(flops), int(samples), float(at_peak))

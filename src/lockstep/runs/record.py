@@ -17,7 +17,7 @@ from lockstep._files import write_whole
 from lockstep.codes import CodedEnum
 from lockstep.job.account import Progress
 from lockstep.job.files import EXIT_SAVED
-from lockstep.job.notes import CHECKPOINT, LOG, NONFINITE, UNWRITTEN, Notes, unwritten
+from lockstep.job.notes import CHECKPOINT, FLOPS, LOG, NONFINITE, UNWRITTEN, Notes, unwritten
 from lockstep.job.page import Phase
 from lockstep.job.summary import RunSummary
 from lockstep.runs.series import SeriesWriter
@@ -146,14 +146,22 @@ class Recorder:
                 self._write()
             self._ranks.update(ranks)
             rows = [
-                [rank.steps, rank.samples, rank.memory, *rank.seconds, rank.held, rank.collected]
+                [rank.steps, rank.samples, rank.memory, *rank.seconds, rank.held, rank.collected, rank.tokens]
                 for rank in self._ranks.values()
             ]
             self._series.add(self._seconds(), rows)
+            self._note_flops()
         except OSError as error:
             self._give_up(error)
         if self._take_notes():
             self._update()
+
+    def _note_flops(self) -> None:
+        """Note once what all ranks of this start have counted of one step."""
+        flops = {str(number): rank.flops for number, rank in self._ranks.items()}
+        if self._start is not None and "flops" not in self._start and None not in flops.values():
+            self._start["flops"] = flops
+            self._write()
 
     def end_start(self, steps: int, *, before: int | None) -> None:
         """The ranks of this start have ended: the last moment that was added is their last, whenever a row is due.
@@ -178,9 +186,9 @@ class Recorder:
             self._update()
 
     def remarks(self) -> list[str]:
-        """Return what there is to say of what the script has logged, a line each."""
+        """Return what there is to say of what the ranks have told, a line each."""
         self._take_notes()
-        return nonfinite_in_words(self._about)
+        return remarks_of(self._about)
 
     @property
     def clock(self) -> float:
@@ -248,6 +256,8 @@ class Recorder:
                 self._add_nonfinite(note["name"], note["step"], alone=bool(note["alone"]))
             elif note["is"] == LOG and note["path"] not in self._about["logs"]:
                 self._about["logs"].append(note["path"])
+            elif note["is"] == FLOPS and note["why"] not in self._about.setdefault("uncounted", []):
+                self._about["uncounted"].append(note["why"])
             elif note["is"] == UNWRITTEN:
                 self._tell(unwritten(note["rank"], note["why"]))
         return bool(notes)
@@ -308,6 +318,11 @@ def nonfinite_in_words(about: Mapping[str, Any]) -> list[str]:
         else f"{name}: some NaN or infinite, first at step {each['first']:,}"
         for name, each in about.get("nonfinite", {}).items()
     ]
+
+
+def remarks_of(about: Mapping[str, Any]) -> list[str]:
+    """Return what a record knows of what ranks have told: FLOPs that were not counted, numbers that were not finite."""
+    return [*(f"FLOPs {why}" for why in about.get("uncounted", ())), *nonfinite_in_words(about)]
 
 
 def _environment() -> dict[str, Any]:

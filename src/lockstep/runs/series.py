@@ -24,9 +24,9 @@ from lockstep._files import write_whole
 from lockstep.job.page import Phase
 
 #: What there is of each rank, in this order: optimizer steps, samples, bytes of memory, seconds by phase, seconds for
-#: which others waited while it worked, seconds of pauses of Python's garbage collector. Readers go by the names in the
-#: file: earlier ones have no "held", or no "collected".
-COLUMNS = ("steps", "samples", "memory", *(phase.name.lower() for phase in Phase), "held", "collected")
+#: which others waited while it worked, seconds of pauses of Python's garbage collector, tokens. Readers go by the
+#: names in the file: earlier ones lack some of the last ones.
+COLUMNS = ("steps", "samples", "memory", *(phase.name.lower() for phase in Phase), "held", "collected", "tokens")
 #: Rows of a file at most.
 MOST = 4096
 #: The part of the time between two rows that one may come early: the caller's are not exact.

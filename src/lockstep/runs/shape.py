@@ -116,7 +116,7 @@ _RECORD = _Object(
         "ended": _NUMBER,
         "exit_code": _WHOLE,
         "checkpoints": _Many(_Object({"at": _NUMBER, "step": _WHOLE})),
-        "logs": _Many(_TEXT),
+        **dict.fromkeys(("logs", "uncounted"), _Many(_TEXT)),
         "environment": _Object({}, {"variables": _Named(_TEXT)}),
         "end": _Object({}, dict.fromkeys(("code", "text"), _TEXT)),
         "nonfinite": _Named(_Object({"first": _WHOLE, "since": _OrNone(_WHOLE)})),

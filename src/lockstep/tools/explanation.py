@@ -287,6 +287,11 @@ def _verdict(summary: dict[str, Any]) -> dict[str, Any]:
         "headline": summary["headline"],
         "step_seconds": summary["step"] or None,
         "samples_per_second": summary["samples_per_second"],
+        # earlier versions told none of these
+        "tokens_per_second": summary.get("tokens_per_second"),
+        "flops": summary.get("flops"),
+        "flops_per_second": summary.get("flops_per_second"),
+        "mfu": summary.get("mfu"),
         "starting_seconds": summary.get("starting"),
         "watched_steps": summary["watched"]["steps"],
         "watched_seconds": summary["watched"]["seconds"],

@@ -28,7 +28,7 @@ from lockstep.runs.series import Series
 #: The most bins of a run, and the most bins times ranks; the fewest bins of a start.
 _BINS, _CELLS, _FEWEST = 600, 40_960, 8
 #: The columns that are read; a column that a file lacks is all 0.
-_NAMES = ("steps", "samples", "memory", "held", *(phase.name.lower() for phase in Phase))
+_NAMES = ("steps", "samples", "tokens", "memory", "held", *(phase.name.lower() for phase in Phase))
 NAN = math.nan
 
 #: Rank -> bin -> value; NaN: unknown.

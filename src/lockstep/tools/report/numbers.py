@@ -19,6 +19,8 @@ from lockstep.tools.report.logged import Metric, read_metrics
 
 #: Steps, or rows, over which a step's time is taken where they are few; and the fewest parts that a run is cut into.
 _TOGETHER, _PARTS = 10, 24
+#: The keys of a summary that say what the ranks get done.
+_RATES = ("samples_per_second", "tokens_per_second", "flops_per_second", "mfu")
 
 
 @dataclass(frozen=True)
@@ -70,15 +72,19 @@ class Account:
     memory: Table
     #: Samples a second, by bin; None: they are not counted.
     samples: list[float] | None
+    #: Tokens a second, likewise.
+    tokens: list[float] | None
     totals: list[Total]
     marks: list[Marker]
     metrics: list[Metric]
     #: The summary's headline, its verdict and its remarks, a line each; empty: it can't be told.
     verdict: str
-    #: Optimizer steps, seconds of a step, and samples a second, as in the summary; 0: not known.
+    #: Optimizer steps and seconds of a step, as in the summary; 0: not known.
     steps: int
     seconds_a_step: float
-    rate: float
+    #: Samples and tokens a second, FLOPs a second of a device and its MFU, by their keys in the summary; what is not
+    #: known is not there.
+    rates: dict[str, float]
     #: A sentence for each thing that could not be shown.
     notes: list[str] = field(default_factory=list)
 
@@ -146,13 +152,14 @@ def _collect(run: Run) -> Account:
         held=_held(table["held"], spans, ranks, long) if has_held else None,
         memory=[[value or NAN for value in row] for row in table["memory"]],  # 0: the process has ended
         samples=samples,
+        tokens=_rate(table["tokens"], long, windows),
         totals=totals,
         marks=_marks(machines, run.began, grid.starts),
         metrics=metrics,
         verdict=_verdict(summary),
         steps=int(max((total.steps for total in totals), default=0)) if notes else run.steps,
         seconds_a_step=float(summary["step"]) if summary is not None else 0.0,
-        rate=float(summary["samples_per_second"] or 0.0) if summary is not None else 0.0,
+        rates={key: float(summary[key]) for key in _RATES if summary.get(key)} if summary is not None else {},
         notes=notes,
     )
 

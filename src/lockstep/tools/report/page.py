@@ -25,7 +25,7 @@ from typing import Any
 from lockstep.job.page import Phase
 from lockstep.launch.binding import in_words
 from lockstep.runs.history import Run
-from lockstep.text import as_duration
+from lockstep.text import as_amount, as_duration
 from lockstep.tools.report import drawing, pixels, scales
 from lockstep.tools.report.bins import Start
 from lockstep.tools.report.drawing import Axes, tag, text
@@ -124,8 +124,13 @@ class _Page:
         yield "steps", f"{account.steps:,}"
         if account.seconds_a_step:
             yield "a step", as_duration(account.seconds_a_step)
-        if account.rate:
-            yield "samples", f"{account.rate:,.0f}/s"
+        for name, key in (("samples", "samples_per_second"), ("tokens", "tokens_per_second")):
+            if key in account.rates:
+                yield name, f"{account.rates[key]:,.0f}/s"
+        if "flops_per_second" in account.rates:
+            yield "a device", as_amount(account.rates["flops_per_second"], "FLOP/s")
+        if "mfu" in account.rates:
+            yield "MFU", f"{100 * account.rates['mfu']:.3g}%"
         yield "ranks", str(len(account.ranks))
         yield "took", scales.moment(self._seconds)
         yield "ended", account.run.ending
@@ -163,8 +168,10 @@ class _Page:
             parts.append(self._of_ranks("work", "Work in a step", account.work, "seconds", words))
         parts.append(self._stack())
         parts += self._waiting()
-        if account.samples is not None:
-            parts.append(self._single("samples", "Samples a second", account.samples, "rate", "of all ranks together"))
+        for name, rates in (("samples", account.samples), ("tokens", account.tokens)):
+            if rates is not None:
+                title = f"{name.capitalize()} a second"
+                parts.append(self._single(name, title, rates, "rate", "of all ranks together"))
         if any(value > 0 for row in account.memory for value in row):
             parts.append(
                 self._of_ranks("memory", "Memory", account.memory, "bytes", "resident, of each rank's process")

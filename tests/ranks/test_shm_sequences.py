@@ -60,7 +60,7 @@ def _play(backend: str, chunk: int, cases: list[tuple[Case, int]]) -> None:
     [("shm", 5), *[pytest.param(backend, 15, marks=pytest.mark.campaign) for backend in ("shm", "hierarchical")]],
 )
 def test_any_sequence_gives_what_one_process_computes(backend: str, examples: int) -> None:
-    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(_sequences())
     def check(sequence: tuple[int, int, list[tuple[Case, int]]]) -> None:
         size, chunk, cases = sequence

@@ -80,9 +80,9 @@ def test_a_worker_that_the_kernel_killed_for_memory() -> None:
         (_killed(signal.SIGBUS), "a mapped file lost its memory"),
         (
             _raised("[Errno 24] Too many open files: 'a'", "OSError"),
-            "rank 1 has too many files open: the limit is 1024 a process",
+            "rank 1 has too many files open: the limit is 1024 per process",
         ),
-        (_raised("received 0 items of ancdata"), "rank 1 has too many files open: the limit is 1024 a process"),
+        (_raised("received 0 items of ancdata"), "rank 1 has too many files open: the limit is 1024 per process"),
         (_killed(signal.SIGSEGV), "it accessed memory that is not mapped, or not its own"),
         (_killed(signal.SIGABRT), "compiled code called abort()"),
     ],

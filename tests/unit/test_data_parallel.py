@@ -51,7 +51,7 @@ def assert_close(ours: list[Tensor], theirs: list[Tensor]) -> None:
 # The same as the bare module ------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(size=st.integers(1, 9), replicas=st.integers(1, 4), with_criterion=st.booleans(), sizes=st.booleans())
 def test_outputs_loss_and_gradients_are_those_of_the_module(
     size: int, replicas: int, with_criterion: bool, sizes: bool

@@ -55,7 +55,7 @@ def test_every_value_of_a_small_dtype(dtype: torch.dtype, bits: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @given(data=some.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_values_of_a_large_dtype(dtype: torch.dtype, data: some.DataObject) -> None:
     width = 8 * dtype.itemsize
     numbers = some.floats(width=64 if width == 64 else 32) | some.integers(
@@ -203,7 +203,7 @@ def _run(saves: list[tuple[bool, float | None, int]], rule: Retention, *, only: 
 
 
 @given(saves=_SAVES, rule=_RULES)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_finite_checkpoints_are_kept_as_if_the_others_were_not_there(
     saves: list[tuple[bool, float | None, int]], rule: Retention
 ) -> None:
@@ -225,7 +225,7 @@ def test_finite_checkpoints_are_kept_as_if_the_others_were_not_there(
 
 
 @given(saves=_SAVES, rule=_RULES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_folder_is_pruned_by_the_rule_whatever_manifests_are_read(
     saves: list[tuple[bool, float | None, int]], rule: Retention
 ) -> None:

@@ -128,7 +128,7 @@ def test_a_header_of_an_impossible_length_is_refused_without_reading_it(tmp_path
         lockstep.load_weights(path, nn.Linear(1, 1))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.dictionaries(
         st.text(max_size=3),

@@ -12,6 +12,7 @@ import pytest
 
 from lockstep import machine
 from lockstep.launch import channel, preload
+from lockstep.launch.binding import Bind, bind_ranks
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_each_rank_gets_its_share_of_the_cores(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(8)))
     monkeypatch.setattr(machine, "cpu_quota", lambda: None)
-    found = channel._environment(ranks)
+    found = channel._environment(bind_ranks(Bind.NONE, ranks).threads)
     assert found.get("OMP_NUM_THREADS") == expected
     assert found.get("MKL_NUM_THREADS") == env.get("MKL_NUM_THREADS")
 
@@ -44,7 +45,7 @@ def test_a_quota_counts_where_there_is_one_rank(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(8)))
     monkeypatch.setattr(machine, "cpu_quota", lambda: 3.0)
-    assert channel._environment(1)["OMP_NUM_THREADS"] == "3"
+    assert channel._environment(bind_ranks(Bind.NONE, 1).threads)["OMP_NUM_THREADS"] == "3"
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ _URLS = ["s3://bucket/run", "gs://bucket", "hdfs://host:9000/run", "abfss://a@b.
 @pytest.mark.parametrize("make", [str, Path], ids=["text", "path"])  # pathlib makes s3:/bucket of it
 def test_urls_are_no_paths(url: str, make: Callable[[str], str | Path]) -> None:
     with pytest.raises(
-        NoLocalPath, match=r"^folder=.*: this is a URL, and lockstep reads .*: give the path of a folder"
+        NoLocalPath, match=r"^folder=.*: this is a URL, but lockstep reads .*: give the path of a folder"
     ):
         local_path(make(url), "folder")
 

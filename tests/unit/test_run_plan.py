@@ -287,7 +287,7 @@ def _run(folder: Path, start: dict[str, Any] | None = None) -> Path:
         "ended": 2.0,
     }
     start = {"number": 0, "world_size": 2, "trace": "trace.json.gz"} if start is None else start
-    (folder / "run.json").write_text(json.dumps({**about, "starts": [start]}))
+    (folder / "run.json").write_text(json.dumps({**about, "starts": [{"at": 1.0, "world_size": 2, **start}]}))
     return folder
 
 
@@ -418,7 +418,8 @@ def test_a_trace_of_another_version_says_so(tmp_path: Path) -> None:
 def test_the_last_start_with_a_trace_is_planned_with(tmp_path: Path) -> None:
     folder = _traced(tmp_path / "a-run")
     about = json.loads((folder / "run.json").read_text())
-    about["starts"] = [{"number": 0, "trace": "gone"}, *about["starts"], {"number": 2, "trace": None}]
+    (traced,) = about["starts"]
+    about["starts"] = [{**traced, "trace": "gone"}, traced, {**traced, "number": 2, "trace": None}]
     (folder / "run.json").write_text(json.dumps(about))
     assert Recorded.of(history.read(folder)).ranks == 2
 

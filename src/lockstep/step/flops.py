@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import torch
 
-from lockstep import _torch
+from lockstep import _torch, accelerator
 from lockstep.job import flight, notes
 from lockstep.job.page import Phase
 from lockstep.job.peaks import peak_of
@@ -98,7 +98,7 @@ def _dtype(packet: Any, args: Any) -> str:
     tensor = next((each for each in args if isinstance(each, torch.Tensor)), None)
     if tensor is None:
         return ""
-    if tensor.dtype is torch.float32 and tensor.is_cuda:
+    if tensor.dtype is torch.float32 and tensor.device != accelerator.CPU:
         return "tf32" if _torch.multiplies_in_tf32(convolution="conv" in str(packet)) else "float32"
     return str(tensor.dtype).removeprefix("torch.")
 
@@ -178,9 +178,9 @@ class StepCount:
         """Return the seconds that the FLOPs take at the peak; 0: that is not known of all of them."""
         if self._peak is not None:
             return sum(flops.values()) / self._peak
-        if self._device.type != "cuda":
+        if self._device == accelerator.CPU:
             return 0.0
-        name = torch.cuda.get_device_name(self._device)
+        name = accelerator.name_of(self._device)
         peaks = {dtype: peak_of(name, dtype) for dtype in flops}
         return 0.0 if None in peaks.values() else sum(count / (peaks[dtype] or 1.0) for dtype, count in flops.items())
 

@@ -16,7 +16,6 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import hypothesis
 import pytest
 from _pytest.config import create_terminal_writer
 
@@ -46,9 +45,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)  # which a program that is started does not inherit
 
-# How long an example takes is the machine's affair: each test has its own limit.
-hypothesis.settings.register_profile("here", deadline=None)
-hypothesis.settings.load_profile("here")
+with suppress(ImportError):  # which is not there where other libraries are tested
+    from hypothesis import settings
+
+    # How long an example takes is the machine's affair: each test has its own limit.
+    settings.register_profile("here", deadline=None)
+    settings.load_profile("here")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -18,6 +18,8 @@ from tests.ranks.counted import BATCH, TOKENS, WIDTHS
 
 _SCRIPT = Path(__file__).with_name("counted.py")
 _PEAK = 1e9
+#: What a look at a page in the middle of a step makes of hundreds of steps.
+_LOOK = 0.05
 #: Of a sample: both products forward, both by the weights, and the last one by its inputs.
 _A_SAMPLE = 2 * (2 * (WIDTHS[0] * WIDTHS[1] + WIDTHS[1] * WIDTHS[2]) + WIDTHS[1] * WIDTHS[2])
 
@@ -39,10 +41,11 @@ def test_the_flops_of_a_step_are_those_counted_by_hand(tmp_path: Path, kind: str
     assert "uncounted" not in about
     samples = summary["samples_per_second"]
     assert samples * summary["watched"]["seconds"] == pytest.approx(round(samples * summary["watched"]["seconds"]))
-    assert summary["tokens_per_second"] == pytest.approx(TOKENS * samples)
+    tokens = summary["tokens_per_second"]
+    assert tokens == pytest.approx(TOKENS * samples, rel=_LOOK)
     assert summary["flops_per_second"] == pytest.approx(_A_SAMPLE * samples / 2)
     assert summary["mfu"] == pytest.approx(_A_SAMPLE * samples / 2 / _PEAK, rel=1e-5)
-    assert f"{samples:,.0f} samples/s, {TOKENS * samples:,.0f} tokens/s on 2 ranks" in done.err
+    assert f"{samples:,.0f} samples/s, {tokens:,.0f} tokens/s on 2 ranks" in done.err
     assert "of its peak (MFU)" in done.err
     plain, silent = _train(tmp_path / "plain", kind)
     assert plain.out == done.out, "the same bits"
@@ -66,7 +69,9 @@ def test_what_is_compiled_is_not_counted_and_that_is_said(tmp_path: Path) -> Non
     done, about = _train(tmp_path / "counted", "compiled", "--flops")
     assert "FLOPs not counted: torch.compile has compiled parts of the program" in done.err
     assert (about["summary"]["flops"], about["summary"]["mfu"]) == (None, None)
-    assert about["summary"]["tokens_per_second"] == pytest.approx(TOKENS * about["summary"]["samples_per_second"])
+    assert about["summary"]["tokens_per_second"] == pytest.approx(
+        TOKENS * about["summary"]["samples_per_second"], rel=_LOOK
+    )
     assert _train(tmp_path / "plain", "compiled")[0].out == done.out, "the same bits"
 
 

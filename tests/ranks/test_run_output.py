@@ -272,3 +272,11 @@ def test_the_launchers_messages_begin_a_line(tmp_path: Path, sink: str, options:
     first = "a line\n" if sink == "file" else ""
     first = f"{prefix}{first}" if first else ""
     assert text.startswith(f"{first}{prefix}half a line\n{_SAID}{_SAID}{prefix} and the rest\n"), text
+
+
+def test_a_log_that_the_report_names_is_not_named_again(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os, sys\nif os.environ['RANK'] == '1': print('mine'); sys.exit(3)\n")
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path)
+    assert done.code == 3, done
+    assert done.err.count("rank1.log") == 1, done
+    assert "what rank 1 wrote" not in done.err

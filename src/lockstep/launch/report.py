@@ -323,6 +323,12 @@ def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
     return "\n".join(lines)
 
 
+def log_named_by(outcome: Outcome) -> int | None:
+    """Return the rank whose log :func:`describe` names; None: it names none."""
+    speaker = _speaker(outcome)
+    return None if speaker.log is None else speaker.rank
+
+
 def restarted(used: int, limit: int) -> str:
     """Say, after a failure, that the job starts again."""
     return f"restart {used} of {limit}: all ranks start again"

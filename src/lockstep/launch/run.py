@@ -211,6 +211,8 @@ class _Run:
         self._told_of_waiting = False
         #: The monotonic time at which the last turn of the loop began to act.
         self._turned = time.monotonic()
+        #: The rank whose log the report of the first start's failure has named; None: there is none.
+        self._named: int | None = None
         #: The warnings about the machines that were shown already.
         self._warned: set[str] = set()
         self._told_of_machines = ""
@@ -241,7 +243,7 @@ class _Run:
         unseen = self._streams.unseen()
         if self._logs.lost:
             say(f"the folder of the ranks' logs, {self._logs.path}, was removed while the job ran")
-        elif unseen:
+        elif unseen and unseen != [self._named]:
             say(report.unseen(unseen, self._logs.path))
         self._drain()
         return code
@@ -712,7 +714,9 @@ class _Run:
         if verdict.kind is EndKind.FAILED:
             mine = verdict.node == round_.node_rank
             if mine:
-                text = report.describe(self._launcher.attempt.outcome(self._streams))
+                outcome = self._launcher.attempt.outcome(self._streams)
+                text = report.describe(outcome)
+                self._named = report.log_named_by(outcome) if self._launcher.attempt.number == 0 else None
             if not mine or self._spec.one_terminal:
                 text = f"on {round_.host(verdict.node)}: {text}"
             if not mine and verdict.echo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 
@@ -9,7 +10,8 @@ import pytest
 
 from lockstep.job.account import Ledger, Milestone, TimeAccount
 from lockstep.job.page import Phase
-from lockstep.job.stretches import Stretch, find
+from lockstep.job.stretches import Stretch, find, find_pauses
+from lockstep.job.summary import Bottleneck, Summary
 from tests.simulated import simulate
 
 
@@ -65,6 +67,56 @@ def test_a_rank_that_is_slow_twice_has_two_stretches() -> None:
 def test_what_is_short_or_cheap_is_no_stretch() -> None:
     assert _found(simulate(5, slow=lambda rank, now: 3.0 if rank == 1 and 20 <= now < 23 else 1.0)) == []
     assert _found(simulate(5, slow=lambda rank, _: 1.05 if rank == 1 else 1.0)) == []
+
+
+def _pausing(seed: int, *, rank: int = 1, seconds: float = 12.0, slow: int | None = None) -> Ledger:
+    """One step in the middle takes a rank so much longer; another rank may be slow all the time."""
+
+    def by(each: int, now: float) -> float:
+        if each == rank and 30.0 <= now < 30.05:  # of steps of 20 to 35 ms just one begins then
+            return seconds / 0.02
+        return 1.4 if each == slow else 1.0
+
+    return simulate(seed, slow=by, ranks=3)
+
+
+def _summary(ledger: Ledger) -> Summary:
+    summary = Summary.of_start(ledger, taken=2000, here=range(3), world_size=3)
+    assert summary is not None
+    return summary
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_single_pause_is_told_as_one_and_makes_no_rank_slow(seed: int) -> None:
+    ledger = _pausing(seed)
+    ((place, pause),) = find_pauses(ledger.moments, range(3)).items()
+    assert (pause.rank, pause.phase, pause.is_pause) == (1, Phase.FORWARD, True)
+    assert pause.lost == pytest.approx(12.0, rel=0.2)
+    assert find(ledger.moments, range(3), [place]) == []
+    summary = _summary(ledger)
+    assert TimeAccount.straggler(summary) is not None, "without a look at pauses it is the slow one"
+    assert summary.straggler() is None
+    assert summary.bottleneck is Bottleneck.BALANCED
+    (line,) = summary.remarks()
+    assert re.fullmatch(
+        r"rank 1 paused once, from 0:\d\d to 0:\d\d, in forward: one step took 1\d(\.\d+)? s longer", line
+    )
+
+
+def test_the_rank_that_is_slow_is_found_beside_another_ones_pause() -> None:
+    summary = _summary(_pausing(3, slow=2))
+    found = summary.straggler()
+    assert found is not None
+    assert found.rank == 2
+    assert [(each.rank, each.is_pause) for each in summary.remarkable] == [(1, True)]
+    both = summary.plus(_summary(_pausing(4)))
+    assert [each.rank for each in both.remarkable if each.is_pause] == [1, 1]
+    assert both.steady.seconds == pytest.approx(both.seconds - 25.0, abs=4.0)
+
+
+def test_steps_that_all_take_long_are_no_pauses() -> None:
+    ledger = simulate(5, slow=lambda rank, _: 500.0 if rank else 200.0, ranks=2, seconds=200.0)
+    assert find_pauses(ledger.moments, range(2)) == {}
 
 
 def test_two_ranks_that_are_slow_together_cost_nothing_each() -> None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from lockstep.job.hang import WARM
@@ -36,7 +36,7 @@ from lockstep.job.throughput import StepFlops
 FEWEST_STEPS, FEWEST_LOOKS = 10, 60
 #: The fraction of a step that a slow rank must cost to be named; the fraction of the difference between two ranks that
 #: a phase must account for to be the cause.
-COSTS, _CAUSE = 0.05, 0.8
+COSTS, CAUSE = 0.05, 0.8
 #: Standard deviations by which a difference must exceed 0 to be believed.
 SURE = 3.0
 #: Standard deviations that are subtracted from what another phase contributes, before it counts as a second cause.
@@ -161,6 +161,14 @@ class TimeAccount:
                 spent[number] = replace(rank, seconds=told, held=rank.held * longer)
         return cls(seconds, after.looks - before.looks, spent, here)
 
+    def without(self, parts: Iterable[TimeAccount]) -> TimeAccount:
+        """Return the account without those of some parts of its time."""
+        rest = self
+        for part in parts:
+            ranks = {number: rank.since(part.ranks[number]) for number, rank in rest.ranks.items()}
+            rest = TimeAccount(rest.seconds - part.seconds, rest.looks - part.looks, ranks, self.here)
+        return rest
+
     @property
     def steps(self) -> int:
         """The steps that all ranks took in this time."""
@@ -193,20 +201,22 @@ class TimeAccount:
         if excess < costs * self.seconds or excess / pause < sure * math.sqrt(max(1.0, apart)):
             return None
         others = [rank for number, rank in self.ranks.items() if number != slowest]
-        phase, longer, lost = self._cause(two[0], others, pause)
+        phase, longer, lost = self.cause(slowest)
         collected = two[0].collected - statistics.median(rank.collected for rank in others)
         own = two[0].seconds[phase]
         return Straggler(
             slowest,
             excess / self.steps,
-            phase if lost >= _CAUSE * longer else None,
+            phase if lost >= CAUSE * longer else None,
             own / self.steps,
             (own - lost) / self.steps,
-            collects=collected >= _CAUSE * excess,
+            collects=collected >= CAUSE * excess,
         )
 
-    def _cause(self, slow: Progress, others: Sequence[Progress], pause: float) -> tuple[Phase, float, float]:
+    def cause(self, rank: int) -> tuple[Phase, float, float]:
         """Return the phase in which a rank lost the most against the others, and the seconds lost in all and in it."""
+        slow, pause = self.ranks[rank], self.seconds / self.looks
+        others = [each for number, each in self.ranks.items() if number != rank]
         usual = {
             phase: statistics.median(rank.seconds[phase] for rank in others)
             for phase in Phase

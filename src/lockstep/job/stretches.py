@@ -12,6 +12,13 @@ of a stretch's length, in which the rank was not slow at all, it is two.
 A search through all stretches of all ranks finds a remarkable one even where all differences are chance. So a stretch
 is believed from five standard deviations on, where the whole run needs three, from six seconds on, and where it costs a
 tenth of its time. summary.py tells of those that cost at least a hundredth of the whole run.
+
+Note [Pauses]
+~~~~~~~~~~~~~
+A moment is noted when all ranks have taken a step since the last one, once a second at most. So where two neighbouring
+moments are far apart, a single step took that long. If one rank worked for most of it while the others waited, it
+paused once: it read a large file, it waited for a lock, somebody stopped it. That says nothing of its other steps, so
+pauses are told as such, and left out of what a verdict on the run, or on a stretch, is based on.
 """
 
 from __future__ import annotations
@@ -21,13 +28,16 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lockstep.job.account import Milestone, TimeAccount
+from lockstep.job.account import CAUSE, Milestone, TimeAccount
 from lockstep.job.page import Phase
 
 #: The fraction of its time that a stretch must cost, the standard deviations by which that must exceed 0, its seconds.
 _COSTS, _SURE, _SHORTEST = 0.1, 5.0, 6.0
 #: The extra work of a rank over the median rank, as a fraction of the start's time, below which it is not examined.
 _WORTH = 0.005
+#: How many times as long as the middle one the time between two moments with a pause is; the fraction of it in which
+#: one rank held up the others.
+_APART, _ALONE = 5.0, 0.5
 #: The extra work of a rank in a part of a stretch, as a fraction of its time, up to which it was not slow there.
 _GAP = 0.03
 
@@ -46,6 +56,8 @@ class Stretch:
     phase: Phase | None
     #: True if it lost them in pauses of Python's garbage collector.
     collects: bool = False
+    #: True if it lost them at once, in a single step; see Note [Pauses].
+    is_pause: bool = False
 
     @property
     def part(self) -> float:
@@ -53,22 +65,48 @@ class Stretch:
         return self.lost / (self.end - self.begin)
 
 
-def find(moments: Sequence[Milestone], here: Collection[int]) -> list[Stretch]:
-    """Return the stretches of one start in which a rank held up the others, in order. See Note [Stretches].
+def find_pauses(moments: Sequence[Milestone], here: Collection[int]) -> dict[int, Stretch]:
+    """Return the pauses of one start, by the place of the moment before each. See Note [Pauses].
 
     Args:
         moments: from the first that counts to the last; the same ranks in each.
         here: the ranks of this machine.
     """
     if len(moments) < 2 or len(moments[0].ranks) < 2:
+        return {}
+    found = {}
+    apart = max(_SHORTEST, _APART * statistics.median(after.at - before.at for before, after in pairwise(moments)))
+    for place, (before, after) in enumerate(pairwise(moments)):
+        seconds = after.at - before.at
+        if seconds < apart:
+            continue
+        account = TimeAccount.between(before, after, here)
+        work = {rank: each.work for rank, each in account.ranks.items()}
+        slowest, second = sorted(work, key=lambda rank: work[rank], reverse=True)[:2]
+        lost = work[slowest] - work[second]
+        if account.looks and lost >= _ALONE * seconds:
+            phase, longer, most = account.cause(slowest)
+            known = phase if most >= CAUSE * longer else None
+            found[place] = Stretch(slowest, before.at, after.at, lost, known, is_pause=True)
+    return found
+
+
+def find(moments: Sequence[Milestone], here: Collection[int], pauses: Collection[int] = ()) -> list[Stretch]:
+    """Return the stretches of one start in which a rank held up the others, in order. See Note [Stretches].
+
+    Args:
+        moments, here: as for :func:`find_pauses`.
+        pauses: the places of the moments before pauses, which belong to no stretch.
+    """
+    if len(moments) < 2 or len(moments[0].ranks) < 2:
         return []
     longer: dict[int, list[float]] = {rank: [] for rank in moments[0].ranks}
     lengths = [after.at - before.at for before, after in pairwise(moments)]
-    for before, after in pairwise(moments):
+    for place, (before, after) in enumerate(pairwise(moments)):
         work = {rank: each.work for rank, each in TimeAccount.between(before, after, here).ranks.items()}
         usual = statistics.median_low(work.values())
         for rank, each in work.items():
-            longer[rank].append(each - usual)
+            longer[rank].append(0.0 if place in pauses else each - usual)
     worth = _WORTH * sum(lengths)
     found = [
         stretch

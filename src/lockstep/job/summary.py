@@ -22,11 +22,20 @@ from itertools import pairwise
 from typing import Any
 
 from lockstep.codes import CodedEnum
-from lockstep.job.account import FEWEST_LOOKS, FEWEST_STEPS, Ledger, Progress, TimeAccount
+from lockstep.job.account import (
+    COSTS,
+    FEWEST_LOOKS,
+    FEWEST_STEPS,
+    SURE,
+    Ledger,
+    Progress,
+    Straggler,
+    TimeAccount,
+)
 from lockstep.job.growth import Growth, find_growth
 from lockstep.job.hang import WARM
 from lockstep.job.page import NAMES, Phase
-from lockstep.job.stretches import Stretch, find
+from lockstep.job.stretches import Stretch, find, find_pauses
 from lockstep.job.throughput import Throughput
 from lockstep.job.useful import UsefulTime
 from lockstep.text import (
@@ -101,8 +110,10 @@ class Summary(TimeAccount):
     #: several starts, those before the first.
     restarts: int = 0
     before: int | None = None
-    #: The stretches of time in which a rank held up the others.
+    #: The stretches of time in which a rank held up the others, pauses among them.
     stretches: tuple[Stretch, ...] = ()
+    #: The account of the pauses, which no verdict is based on: Note [Pauses] in stretches.py.
+    paused: tuple[TimeAccount, ...] = ()
     #: The ranks whose memory grew all the time.
     growths: tuple[Growth, ...] = ()
 
@@ -138,6 +149,8 @@ class Summary(TimeAccount):
             return None
         first, last = ledger.moments[0], ledger.moments[-1]
         account = TimeAccount.between(first, last, here)
+        pauses = find_pauses(ledger.moments, here)
+        stretches = [*find(ledger.moments, here, pauses), *pauses.values()]
         return cls(
             account.seconds,
             account.looks,
@@ -149,7 +162,10 @@ class Summary(TimeAccount):
             starting=max(0.0, first.at - begin),
             lasted=max(end, last.at) - begin,
             machines=tuple((str(host), int(ranks)) for host, ranks in machines),
-            stretches=tuple(find(ledger.moments, here)),
+            stretches=tuple(sorted(stretches, key=lambda stretch: (stretch.begin, stretch.rank))),
+            paused=tuple(
+                TimeAccount.between(ledger.moments[place], ledger.moments[place + 1], here) for place in pauses
+            ),
             growths=tuple(find_growth(ledger.moments, here)),
             restarts=restarts,
             before=before,
@@ -174,6 +190,7 @@ class Summary(TimeAccount):
             starting=self.starting + other.starting,
             lasted=self.lasted + other.lasted,
             stretches=self.stretches + other.stretches,
+            paused=self.paused + other.paused,
             growths=self.growths + other.growths,
         )
 
@@ -194,19 +211,28 @@ class Summary(TimeAccount):
         counted = [rank.flops for rank in self.ranks.values()]
         return sum(each.flops for each in counted if each is not None) if None not in counted else None
 
+    @functools.cached_property
+    def steady(self) -> TimeAccount:
+        """The account without the pauses."""
+        return self.without(self.paused)
+
+    def straggler(self, *, costs: float = COSTS, sure: float = SURE) -> Straggler | None:
+        """Return the rank that the others waited for, pauses left out; else as :meth:`TimeAccount.straggler`."""
+        return TimeAccount.straggler(self.steady, costs=costs, sure=sure)
+
     @property
     def bottleneck(self) -> Bottleneck:
         """What limits the run."""
         if self.steps < FEWEST_STEPS or self.looks < FEWEST_LOOKS:
             return Bottleneck.SHORT
-        straggler = self.straggler()
+        straggler, steady = self.straggler(), self.steady
         if straggler is not None:
             return Bottleneck.INPUT_STRAGGLER if straggler.phase is Phase.DATA else Bottleneck.COMPUTE_STRAGGLER
-        if statistics.mean(self.share(rank, "data") for rank in self.ranks) >= _INPUT:
+        if statistics.mean(_share(rank, "data") for rank in steady.ranks.values()) >= _INPUT:
             return Bottleneck.INPUT
-        waited = sum(rank.seconds[Phase.WAIT] for rank in self.ranks.values())
-        held = sum(rank.held for rank in self.ranks.values())
-        whole = self.seconds * len(self.ranks)
+        waited = sum(rank.seconds[Phase.WAIT] for rank in steady.ranks.values())
+        held = sum(rank.held for rank in steady.ranks.values())
+        whole = steady.seconds * len(steady.ranks)
         if (waited - held) / whole >= _NETWORK:
             return Bottleneck.COMMUNICATION
         return Bottleneck.TURNS if held / whole >= _INPUT else Bottleneck.BALANCED
@@ -217,15 +243,14 @@ class Summary(TimeAccount):
         straggler = self.straggler()
         found = [stretch for stretch in self.stretches if stretch.lost >= _WORTH * self.seconds]
         if straggler is not None:
-            theirs = [stretch for stretch in found if stretch.rank == straggler.rank]
-            if sum(stretch.end - stretch.begin for stretch in theirs) >= _NEARLY_ALL * self.seconds:
-                found = [stretch for stretch in found if stretch.rank != straggler.rank]
+            theirs = [each for each in found if each.rank == straggler.rank and not each.is_pause]
+            if sum(stretch.end - stretch.begin for stretch in theirs) >= _NEARLY_ALL * self.steady.seconds:
+                found = [stretch for stretch in found if stretch.rank != straggler.rank or stretch.is_pause]
         return found
 
     def share(self, rank: int, column: str) -> float:
         """Return the part of a rank's time that went to a column of the table."""
-        seconds = self.ranks[rank].seconds
-        return sum(seconds[phase] for phase in _COLUMNS[column]) / (sum(seconds) or 1.0)
+        return _share(self.ranks[rank], column)
 
     def verdict(self, peaks: Mapping[int, int | None]) -> str:
         """Return what limits the run, in a line."""
@@ -321,12 +346,7 @@ class Summary(TimeAccount):
     def _stretches(self) -> list[str]:
         found = self.remarkable
         dearest = sorted(found, key=lambda stretch: stretch.lost, reverse=True)[:_STRETCHES]
-        lines = [
-            f"rank {stretch.rank} from {as_clock(stretch.begin)} to {as_clock(stretch.end)}, "
-            f"{_where(stretch.phase, collects=stretch.collects)}: cost {stretch.part:.0%} of that time"
-            for stretch in found
-            if stretch in dearest
-        ]
+        lines = [_told_of(stretch) for stretch in found if stretch in dearest]
         more = len(found) - len(lines)
         return [*lines, *([f"(and {more} more stretches that cost less)"] if more else [])]
 
@@ -358,7 +378,7 @@ class Summary(TimeAccount):
         ]
 
     def _why(self, bottleneck: Bottleneck) -> str:
-        straggler, step = self.straggler(), self.step
+        straggler, step = self.straggler(), self.steady.step
         if straggler is None:
             return {
                 Bottleneck.INPUT: "the ranks wait for their data",
@@ -399,6 +419,7 @@ class Summary(TimeAccount):
                     "to": stretch.end,
                     "lost": stretch.lost,
                     "phase": _name(stretch.phase),
+                    "pause": stretch.is_pause,
                 }
                 for stretch in self.remarkable
             ],
@@ -586,6 +607,18 @@ def _told(rank: Progress, memory: int | None) -> dict[str, Any]:
         "memory": memory,
     }
     return told | ({"device": _by_name(rank.device), "device_memory": rank.device_memory} if rank.device else {})
+
+
+def _told_of(stretch: Stretch) -> str:
+    when = f"from {as_clock(stretch.begin)} to {as_clock(stretch.end)}"
+    where = _where(stretch.phase, collects=stretch.collects)
+    if stretch.is_pause:
+        return f"rank {stretch.rank} paused once, {when}, {where}: one step took {as_duration(stretch.lost)} longer"
+    return f"rank {stretch.rank} {when}, {where}: cost {stretch.part:.0%} of that time"
+
+
+def _share(rank: Progress, column: str) -> float:
+    return sum(rank.seconds[phase] for phase in _COLUMNS[column]) / (sum(rank.seconds) or 1.0)
 
 
 def _where(phase: Phase | None, *, collects: bool) -> str:

@@ -79,6 +79,7 @@ _START = _Object(
 _RANKS = _Named(_Object({"seconds": _NUMBERS}, {"memory": _OrNone(_NUMBER)}))
 _STRETCH = _Object(
     {"rank": _WHOLE, "phase": _OrNone(_TEXT), **dict.fromkeys(("from", "to", "lost"), _NUMBER)},
+    {"pause": _FLAG},
 )
 _SUMMARY = _Object(
     {

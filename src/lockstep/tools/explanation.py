@@ -307,6 +307,7 @@ def _verdict(summary: dict[str, Any]) -> dict[str, Any]:
                 "from_seconds": each["from"],
                 "to_seconds": each["to"],
                 "lost_seconds": each["lost"],
+                "is_pause": each.get("pause", False),
             }
             for each in summary["stretches"]
         ],

@@ -922,7 +922,7 @@ def _step_inside_backward(hooked: str) -> None:
 def test_an_optimizer_that_steps_inside_backward_is_an_error(hooked: str) -> None:
     first, second = collect_outcomes(_step_inside_backward, 2, hooked)
     assert first.error == "LockstepError", first.traceback
-    assert "rank 0 of 2, step 2: the gradient of parameter 'net.2.weight' was gone" in str(first.message)
+    assert "rank 0 of 2, step 2: the gradient of parameter 'net.2.weight' was removed" in str(first.message)
     assert "let the optimizer step after backward" in str(first.message)
     assert second.ok, second.traceback
 

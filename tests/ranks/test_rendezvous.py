@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -11,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -457,26 +455,33 @@ def test_machines_that_run_the_same_with_other_arguments_are_told(tmp_path: Path
         assert "what they run: train.py" not in each.err
 
 
+def _until_the_result(entries: bytes) -> bytes:
+    """The entries of a file store up to that of a job's result: each a key and a value, after its length."""
+    end, words = 0, list[bytes]()
+    while len(words) % 2 or not words or not words[-2].endswith(b"/result"):
+        begin = end + 4
+        end = begin + int.from_bytes(entries[end:begin], "little")
+        assert end <= len(entries), "the job has left no result"
+        words.append(entries[begin:end])
+    return entries[:end]
+
+
 def test_what_an_earlier_job_has_left_in_the_file_does_not_end_the_next_one(tmp_path: Path) -> None:
     """Its launchers were killed as they left, with its result in the file."""
     shared, script = tmp_path / "shared", tmp_path / "train.py"
     shared.mkdir()
     script.write_text(_PARTS)
-    left, times = b"", f"{SOON},silent=2"
+    kept, times = tmp_path / "kept", f"{SOON},silent=2"
     with Machines(tmp_path, "2", endpoint=f"file:{shared}", times=times) as machines:
         for _ in range(2):
             machines.start(script=script)
         wait_for(lambda: all((tmp_path / f"began-{rank}").exists() for rank in range(2)), "the job")
         (file,) = shared.iterdir()
+        kept.hardlink_to(file)  # the store only appends to it, and removes it in the end
         (tmp_path / "go").touch()
-        while any(machine.process.poll() is None for machine in machines.running):
-            with suppress(FileNotFoundError), file.open("rb") as opened:
-                fcntl.flock(opened, fcntl.LOCK_SH)  # as the store does, so that no half of a value is read
-                left = max(left, opened.read(), key=len)
         codes, done = _codes(machines)
     assert codes == [0, 0], done
-    assert b"/result" in left
-    file.write_bytes(left)
+    file.write_bytes(_until_the_result(kept.read_bytes()))
     for rank in range(2):
         (tmp_path / f"began-{rank}").unlink()
     with Machines(tmp_path, "2", endpoint=f"file:{shared}", times=times) as machines:

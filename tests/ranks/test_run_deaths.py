@@ -46,7 +46,7 @@ def test_open_files_that_run_out_are_told(tmp_path: Path) -> None:
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 1
-    assert "rank 0 has too many files open: the limit is 64 a process" in done.stderr
+    assert "rank 0 has too many files open: the limit is 64 per process" in done.stderr
     assert "ulimit -n" in done.stderr
 
 

@@ -414,10 +414,12 @@ def _fill(kept: list[Any]) -> None:
 def test_a_step_is_taken_again_where_memory_is_really_short(fills: bool) -> None:
     """With ``fills`` nothing is left on any rank when they meet, but for what was kept for that."""
     outcomes = run_ranks(_trained_in_short_memory, 2, fills, timeout=30)
-    slices = outcomes[0][1][0]
-    assert slices >= 8, "ten samples do not fit"  # (five do, unless the allocator has reserved much address space)
-    assert [seen for _, seen, _ in outcomes] == [[slices] * 3] * 2
-    assert outcomes[0][0] == outcomes[1][0]
+    seen = outcomes[0][1]
+    assert len(seen) == 3
+    # Ten samples do not fit. Five do, unless the allocator has reserved much address space, now or in a later step.
+    assert seen == sorted(seen)
+    assert seen[0] >= 8
+    assert outcomes[1][:2] == outcomes[0][:2]
 
 
 # Pace ----------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from lockstep.data.fetch import Fetched
-from lockstep.trees import leaves, to_device
+from lockstep.trees import dense_parts, leaves, to_device
 
 
 def on_device(fetched: Iterable[Fetched], device: torch.device) -> Iterator[Fetched]:
@@ -37,6 +37,7 @@ def _receive(item: Fetched, copied: torch.cuda.Event, device: torch.device) -> F
     for leaf in leaves(item.batch):
         if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
             # The memory was allocated on the copying stream; without this the allocator could reuse it while the user's
-            # stream still reads it.
-            leaf.record_stream(current)
+            # stream still reads it. A sparse tensor has no memory but its parts'.
+            for part in dense_parts(leaf):
+                part.record_stream(current)
     return item

@@ -125,3 +125,29 @@ def test_a_gpu(pages: Pages) -> None:
     spent = pages.device_spent(1)
     assert spent[Phase.BACKWARD] / spent[Phase.FORWARD] == pytest.approx(3.0, rel=0.2)
     assert pages.get(1, Cell.DEVICE_MEMORY) >= 2 * 4 * size**2
+
+
+@pytest.mark.gpu
+def test_a_graph_may_be_captured_in_any_step(pages: Pages) -> None:
+    from lockstep.comm.gpu import Gpu
+
+    device.watch(Gpu(torch.device("cuda", torch.cuda.current_device())))
+    a = torch.ones(8, device="cuda")
+
+    def one_step() -> None:
+        flight.current.enter(Phase.FORWARD)
+        a.add_(1)
+        flight.current.took_step()
+
+    for _ in range(device.EVERY + 2):  # a timed step is on its way
+        one_step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(device.EVERY):
+            one_step()
+    graph.replay()
+    assert a.tolist() == [1.0 + 2 * device.EVERY + 2] * 8
+    for _ in range(device.EVERY):
+        one_step()
+    assert pages.device_spent(1)[Phase.FORWARD] > 0

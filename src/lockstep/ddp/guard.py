@@ -181,11 +181,16 @@ class StepGuard:
 
     def _read_later(self, flag: Tensor, *, of_this: bool) -> None:
         """Read a flag from a GPU at the end of the next backward; ``of_this``: it is of the backward under way."""
-        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        if not _captures():
             self._unread.append(_Unread(flag, is_older=not of_this))
 
     def _refuse_reached(self, whoami: Callable[[], str]) -> None:
-        """Raise if an earlier average was not finite, and has made parameters not finite either."""
+        """Raise if an earlier average was not finite, and has made parameters not finite either.
+
+        While a graph is captured nothing may be read; the next backward that is not captured does it.
+        """
+        if _captures():
+            return
         unread, self._unread = self._unread, [each for each in self._unread if not each.is_older]
         was_flagged = any(each.read() for each in unread if each.is_older)
         for each in self._unread:
@@ -303,6 +308,11 @@ def _doubts(grads: Sequence[Tensor]) -> Tensor:
     if len(doubts) == 1:
         return doubts[0]
     return torch.stack([each.to(doubts[0].device, torch.float32) for each in doubts]).sum()
+
+
+def _captures() -> bool:
+    """Return whether a CUDA graph is being captured, during which nothing may be read."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class _Unread:

@@ -58,12 +58,12 @@ class WithSpare(nn.Module):
 
 
 def net(feature: str, device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, CLASSES)]
     if "batchnorm" in feature:
         layers.insert(1, nn.BatchNorm1d(64))
     if "dropout" in feature:
         layers.insert(2, nn.Dropout(0.3))
-    torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*layers)
     if feature == "synchronised batchnorm":
         model = lockstep.convert_sync_batchnorm(model)
@@ -250,3 +250,114 @@ def peak_of_a_step() -> tuple[int, int]:
         model(inputs).sum().backward()
         optimizer.step()
     return sum(p.nbytes for p in model.parameters()), torch.cuda.max_memory_allocated() - before
+
+
+def sparse_batches(stress: Stress | None) -> list[float]:
+    """Read batches with a sparse tensor, which are copied ahead. Return the sum over each."""
+    world = begin("gpu", stress)
+    batches = lockstep.shard(DataLoader(Numbered(24), batch_size=6, collate_fn=_sparse))
+    sums = []
+    for position, sparse in batches:
+        assert sparse.device == position.device == world.device
+        torch.cuda.empty_cache()
+        sums.append((sparse.to_dense() * position.view(-1, 1)).sum())
+    return [float(each) for each in sums]
+
+
+class Numbered(torch.utils.data.Dataset[int]):
+    """Samples that are their numbers."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _sparse(samples: list[int]) -> tuple[Tensor, Tensor]:
+    return torch.tensor(samples, dtype=torch.float32), torch.eye(len(samples), 50).mul(3).to_sparse()
+
+
+def not_finite(bad: int) -> tuple[int, str]:
+    """Train on a device that is behind, with gradients that are not finite in one step of rank 0. Return the step in
+    whose backward that is told, and how."""
+    world = begin("gpu", Stress(main=500))
+    model = replica("plain", net("plain", world.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(8):
+        optimizer.zero_grad()
+        factor = float("inf") if step == bad and world.rank == 0 else 1.0
+        loss = model(torch.ones(4, FEATURES, device=world.device)).sum() * factor
+        try:
+            loss.backward()
+        except lockstep.NonFiniteGradient as error:
+            return step, str(error)
+        optimizer.step()
+    return -1, ""
+
+
+def drifted(at: int) -> tuple[int, str]:
+    """Change a parameter of rank 1 and train on. Return the step in whose backward that is told, and how."""
+    world = begin("gpu", Stress(main=500))
+    model = lockstep.replicate(net("plain", world.device), compare_every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(12):
+        if step == at and world.rank == 1:
+            next(model.parameters()).data[3, 7] += 1
+        optimizer.zero_grad()
+        try:
+            model(torch.ones(4, FEATURES, device=world.device)).sum().backward()
+        except lockstep.ReplicaMismatch as error:
+            return step, str(error)
+        optimizer.step()
+    return -1, ""
+
+
+def own_device_and_numbers() -> tuple[str, int, list[float], list[float]]:
+    """Return this rank's device, the current one, and what is drawn there and on the CPU."""
+    world = begin("gpu", None)
+    return (
+        str(world.device),
+        torch.cuda.current_device(),
+        torch.rand(8, device="cuda").tolist(),
+        torch.rand(8).tolist(),
+    )
+
+
+def captured_steps() -> tuple[list[Values], list[Values]]:
+    """Train with a graph of a whole step, and without one. Return the parameters of each."""
+    world = begin("gpu", None)
+    generator = torch.Generator().manual_seed(3 + world.rank)
+    batches = [torch.randn(8, FEATURES, generator=generator).to(world.device) for _ in range(4)]
+    found = []
+    for captures in (True, False):
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):  # hooks and their nodes belong to the stream in which they were made
+            model = replica("plain", net("plain", world.device))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            given = torch.zeros(8, FEATURES, device=world.device)
+
+            def one_step(model: nn.Module = model, optimizer: Any = optimizer, given: Tensor = given) -> None:
+                optimizer.zero_grad()
+                model(given).square().mean().backward()
+                optimizer.step()
+
+            for batch in batches[:3]:  # what a first step learns
+                given.copy_(batch)
+                one_step()
+        side.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        if captures:
+            with torch.cuda.graph(graph, stream=side):
+                one_step()
+        for batch in batches:
+            with torch.cuda.stream(side):
+                given.copy_(batch)
+                graph.replay() if captures else one_step()
+        side.synchronize()
+        found.append(_values(model.parameters()))
+        lockstep.release(model)
+    return found[0], found[1]

@@ -113,3 +113,41 @@ def test_a_step_waits_for_no_gpu(feature: str, gpus: str) -> None:
 def test_a_later_step_needs_little_beyond_its_gradients() -> None:
     for gradients, peak in run_ranks(features.peak_of_a_step, 2):
         assert peak < 0.5 * gradients
+
+
+@pytest.mark.parametrize("stress", SEEDS, ids=lambda each: f"seed {each.seed}")
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning")
+def test_batches_with_sparse_tensors(stress: Stress, gpus: str) -> None:
+    found = run_ranks(features.sparse_batches, 2, stress if gpus == "simulated" else None)
+    for rank, sums in enumerate(found):
+        assert sums == [3.0 * sum(6 * batch + 3 * rank + each for each in range(3)) for batch in range(4)]
+
+
+def test_gradients_that_are_not_finite_are_told_in_the_next_backward_of_a_late_gpu(gpus: str) -> None:
+    if gpus != "simulated":
+        pytest.skip("only a simulated stream can be made late")
+    for step, message in run_ranks(features.not_finite, 2, 3):
+        assert step == 4
+        assert "an average of gradients was infinite or NaN, and it has reached the parameters: '0.weight'" in message
+
+
+def test_replicas_that_differ_are_told_soon_also_on_late_gpus(gpus: str) -> None:
+    if gpus != "simulated":
+        pytest.skip("only a simulated stream can be made late")
+    for step, message in run_ranks(features.drifted, 2, 4):
+        assert 4 <= step <= 6
+        assert "0.weight" in message
+
+
+def test_each_rank_has_a_gpu_and_numbers_of_its_own() -> None:
+    (first, one, here, common), (second, other, there, also_common) = run_ranks(features.own_device_and_numbers, 2)
+    assert (first, second) == ("cuda:0", "cuda:1")
+    assert (one, other) == (0, 1)
+    assert here != there
+    assert common == also_common
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_in_a_graph_is_what_it_is_without(ranks: int) -> None:
+    for captured, plain in run_ranks(features.captured_steps, ranks):
+        assert all(map(np.array_equal, captured, plain))

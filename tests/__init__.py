@@ -1,3 +1,5 @@
+"""The tests. Who imports them has simulated GPUs where the environment says so; see tests/device."""
+
 import os
 
 if "SIMULATED_DEVICES" in os.environ:  # before torch is imported anywhere

@@ -11,11 +11,9 @@ void Queue::work_off() {
     Work work;
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      busy_ = false;
       changed_.wait(lock, [this] { return !works_.empty(); });
       work = std::move(works_.front());
       works_.pop_front();
-      busy_ = true;
     }
     pause();
     clock += work.nanoseconds;
@@ -25,6 +23,8 @@ void Queue::work_off() {
       std::lock_guard<std::mutex> lock(mutex_);
       if (!error_) error_ = std::current_exception();
     }
+    std::lock_guard<std::mutex> lock(mutex_);
+    left_ -= work.counts;
   }
 }
 

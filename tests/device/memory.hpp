@@ -194,7 +194,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   static void poison(Block* block) {
     auto* place = twin(block->address);
     auto size = block->asked ? block->asked : block->size;
-    queue(block->device, block->stream).put({[place, size] { memset(place, 0xff, size); }, 0});
+    queue(block->device, block->stream).put({[place, size] { memset(place, 0xff, size); }, 0, false});
   }
   void recycle(Block* block) {
     if (!block->graph) poison(block);

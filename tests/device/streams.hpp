@@ -113,6 +113,7 @@ using PointPtr = std::shared_ptr<Point>;
 struct Work {
   std::function<void()> run;
   int64_t nanoseconds;
+  bool counts = true;  // a stream that has it left is not idle
 };
 
 inline uint64_t mixed(uint64_t value) {  // splitmix64
@@ -133,13 +134,14 @@ struct Queue {
   void put(Work work) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
+      left_ += work.counts;
       works_.push_back(std::move(work));
     }
     changed_.notify_all();
   }
   bool idle() {
     std::lock_guard<std::mutex> lock(mutex_);
-    return works_.empty() && !busy_;
+    return left_ == 0;
   }
   // In the queue's own thread: stop there until the point is reached.
   void stop_at(const PointPtr& point) {
@@ -190,7 +192,7 @@ struct Queue {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Work> works_;
-  bool busy_ = false;
+  int64_t left_ = 0;
   PointPtr stopped_at_;
   std::exception_ptr error_;
   uint64_t turn_ = 0;
@@ -236,21 +238,21 @@ inline void refuse_capture(const char* what) {
   captured->broken = true;
   TORCH_CHECK(false, "CUDA error: operation not permitted when stream is capturing (simulated: ", what, ")");
 }
-inline void put(Queue& q, std::function<void()> run, int64_t nanoseconds = kKernel) {
+inline void put(Queue& q, std::function<void()> run, int64_t nanoseconds = kKernel, bool counts = true) {
   if (capturing) {
     std::lock_guard<std::mutex> lock(capture_lock);
     if (captured) {
-      captured->works.emplace_back(&q, Work{std::move(run), nanoseconds});
+      captured->works.emplace_back(&q, Work{std::move(run), nanoseconds, counts});
       return;
     }
   }
-  q.put({std::move(run), nanoseconds});
+  q.put({std::move(run), nanoseconds, counts});
 }
 inline PointPtr mark(Queue& q, bool also_captured = true) {
   auto point = std::make_shared<Point>(&q);
   auto reach = [point, &q] { point->reach(q.clock); };
-  if (also_captured) put(q, reach, 0);
-  else q.put({reach, 0});
+  if (also_captured) put(q, reach, 0, false);
+  else q.put({reach, 0, false});
   return point;
 }
 inline void hold(Queue& q, PointPtr point) {

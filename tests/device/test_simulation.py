@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -104,9 +105,9 @@ def test_events_tell_a_time_that_is_the_same_at_any_load() -> None:
     assert begin.elapsed_time(end) == pytest.approx(25 * 0.01 + 3)
 
 
-def test_pauses_are_those_of_the_seed() -> None:
-    def seconds(seed: int) -> float:
-        simulation.stress(Stress(seed=seed, jitter=20_000))
+def test_late_streams_are_late() -> None:
+    def seconds(how: Stress) -> float:
+        simulation.stress(how)
         stream, a = torch.cuda.Stream(), torch.ones(10, device="cuda")
         torch.cuda.synchronize()
         begun = time.monotonic()
@@ -116,7 +117,8 @@ def test_pauses_are_those_of_the_seed() -> None:
         stream.synchronize()
         return time.monotonic() - begun
 
-    assert seconds(1) > 0.01  # twenty pauses of up to 20 ms
+    assert seconds(Stress(seed=1, jitter=80_000)) > 0.05  # long pauses are of up to 80 ms, and some of 20 are long
+    assert seconds(Stress(side=5_000)) > 0.1
     simulation.stress(Stress())
 
 
@@ -178,19 +180,24 @@ def test_a_list_of_tensors_is_one_launch() -> None:
     assert other[49].tolist() == [3.0] * 10
 
 
-def test_a_host_that_spins_computes_while_it_waits() -> None:
-    def spent() -> float:
-        simulation.delay(torch.cuda.current_stream(), 300)
-        begun = time.thread_time()
-        torch.cuda.synchronize()
-        return time.thread_time() - begun
+@pytest.mark.parametrize(("spins", "state"), [(True, "R"), (False, "S")])
+def test_a_host_that_spins_computes_while_it_waits(spins: bool, state: str) -> None:
+    here, states, ended = threading.get_native_id(), [], threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.01):
+            states.append(Path(f"/proc/self/task/{here}/stat").read_text().rpartition(")")[2].split()[0])
 
     torch.ones(1, device="cuda")
-    rests = spent()
-    simulation.stress(Stress(spins=True))
-    spins = spent()
+    simulation.stress(Stress(spins=spins))
+    simulation.delay(torch.cuda.current_stream(), 500)
+    looking = threading.Thread(target=look)
+    looking.start()
+    torch.cuda.synchronize()
+    ended.set()
+    looking.join()
     simulation.stress(Stress())
-    assert spins > 10 * rests
+    assert states.count(state) > 0.8 * len(states) > 0
 
 
 # Graphs.

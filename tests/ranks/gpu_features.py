@@ -175,7 +175,7 @@ def saved_beside_training(on: str, stress: Stress | None, folder: str) -> tuple[
             optimizer.step()
             if step == 2:
                 if stress is not None:
-                    simulation.delay(torch.cuda.current_stream(), 100)
+                    simulation.delay(torch.cuda.current_stream(), 2000)  # longer than a save takes
                 saved.async_save()
                 then = [tensor.detach().clone() for tensor in model.state_dict().values()]
         break

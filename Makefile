@@ -29,11 +29,15 @@ QUICK_WITHOUT := $(addprefix tests/unit/test_,scheduling.py report.py manifests.
 QUICK := $(addprefix tests/ranks/test_,ddp_left_out.py run_signals.py ddp_wrapping.py shm_messages.py shared_writing.py) \
 	tests/unit $(addprefix tests/contracts/test_,ddp_signature.py names_of_subclasses.py public_names.py)
 
+# Simulated GPUs are there for processes with this variable; the files whose tests need some.
+SIMULATED := SIMULATED_DEVICES=2 $(BIN)/$(TESTS)
+NEED_GPUS := grep -lr --include='test_*.py' 'mark\.gpu' tests
+
 # What starts torch's compilers for seconds or minutes: only where torch or Python is another one, and in the campaigns.
 COMPILER := tests/ranks/test_compiled.py tests/unit/test_torch.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick check format faults ecosystem schedulers tasks bench newest oldest pythons wheel house docs clean
+.PHONY: help demo test simulated quick check format faults ecosystem schedulers tasks bench newest oldest pythons wheel house docs clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 16
@@ -43,6 +47,9 @@ demo: $(READY)  ## train a digit classifier on two replicas and load its checkpo
 
 test: $(READY)  ## all tests (in four processes, two of which mostly wait; WORKERS=0: in one)
 	$(BIN)/$(TESTS)
+
+simulated: $(READY)  ## the tests that need GPUs, on simulated ones (tests/device), which the first run compiles
+	$(SIMULATED) -n 2 -m "gpu and not campaign" $$($(NEED_GPUS))
 
 quick: $(READY)  ## the tests to run after each edit: nearly all without processes and some with
 	$(BIN)/$(TESTS) -n 2 -q $(QUICK) $(addprefix --ignore=,$(QUICK_WITHOUT))
@@ -60,6 +67,7 @@ format: $(READY)  ## let ruff format the code
 faults: $(READY)  ## the longer campaigns of killed and stuck processes, of which the other tests hold a selection (hours)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist load --timeout 1800 -m "campaign and not timed"
 	$(BIN)/python -m pytest -m "campaign and timed"
+	$(SIMULATED) -n 2 --timeout 1800 -m "gpu and campaign" $$($(NEED_GPUS))
 
 newest:  ## the demo and the tests of torch's internals, on the newest torch there is
 	$(call environment,.venv-newest,$(PYTHON),--upgrade torch)

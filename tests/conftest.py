@@ -22,6 +22,7 @@ from _pytest.config import create_terminal_writer
 import tests.site.sitecustomize  # noqa: F401  (makes torchvision loadable here; subprocesses get it by PYTHONPATH)
 from lockstep import knobs
 from tests import launching, warm
+from tests.device import simulation, start
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
@@ -100,6 +101,42 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         leaks["shared memory"] = _left(leaks["shared memory"])
     if any(leaks.values()):
         pytest.fail(f"{request.node.nodeid} leaked: {leaks}")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Have each test that needs GPUs for each kind of them; this process has one kind, if any."""
+    mark = metafunc.definition.get_closest_marker("gpu")
+    if mark is not None:
+        kinds = [
+            pytest.param(kind, marks=pytest.mark.skipif(bool(reason), reason=reason))
+            for kind, reason in _without(*mark.args).items()
+        ]
+        metafunc.parametrize("gpus", kinds, indirect=True)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say it loudly if there were to be simulated GPUs and are none."""
+    if start.missing is not None:
+        text = f"*** NO SIMULATED GPUS: {start.missing}. Nothing that needs them was run. ***"
+        terminalreporter.write_line(text, red=True, bold=True)
+
+
+def _without(count: int = 1) -> dict[str, str]:
+    """Why this process has not so many GPUs of a kind; empty where it has."""
+    import torch  # here, because many tests do without
+
+    there = torch.cuda.device_count()
+    few = "" if there >= count else f"needs {'a CUDA device' if count == 1 else f'{count} CUDA devices'}"
+    if simulation.is_on():
+        return {"simulated": few, "real": "this process has simulated GPUs"}
+    return {"simulated": start.missing or "run by make simulated", "real": few}
+
+
+@pytest.fixture(autouse=True)
+def gpus(request: pytest.FixtureRequest) -> str:
+    """Which GPUs a test has that needs some: "simulated" or "real"; see tests/device. Of other tests "none"."""
+    kind: str = getattr(request, "param", "none")
+    return kind
 
 
 @pytest.fixture(params=[pytest.param("gloo", marks=pytest.mark.campaign), "shm"])

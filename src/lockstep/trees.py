@@ -1,6 +1,6 @@
 """Operations on batches, inputs and outputs as trees: take them apart, rebuild them, move their tensors.
 
-Their leaves are held in tuples, lists, dicts, named tuples and dataclasses.
+Their leaves are held in tuples, lists, dicts, named tuples and dataclasses. A sparse tensor is a leaf that has parts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 
@@ -105,6 +106,18 @@ def to_device(tree: Any, device: torch.device) -> Any:
 
 def _moves(node: Any) -> bool:
     return hasattr(node, "to") and not isinstance(node, torch.nn.Module)
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the dense tensors that make up a sparse tensor; a dense one is its own part."""
+    if tensor.layout == torch.strided:
+        return [tensor]
+    tensor = tensor.detach()
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]  # without underscore they refuse uncoalesced tensors
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
 
 
 def path_text(path: tuple[Any, ...]) -> str:

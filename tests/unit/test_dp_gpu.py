@@ -15,10 +15,7 @@ from lockstep.data_parallel.copies import Copier, Slot, transfer
 from lockstep.data_parallel.devices import capacity_of, resolve_devices
 from lockstep.data_parallel.replicas import brought
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

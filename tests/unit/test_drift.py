@@ -103,7 +103,6 @@ def test_every_bit_counts_in_both_digests(kind: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", _TENSORS)
 def test_a_gpu_takes_the_digest_that_a_cpu_takes_in_its_way(kind: str) -> None:
     torch.manual_seed(3)

@@ -308,7 +308,6 @@ def test_numpy_numbers_are_numbers() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_logging_waits_for_no_gpu() -> None:
     numbers = Numbers()
     values = torch.arange(600.0, device="cuda")

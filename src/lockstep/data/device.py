@@ -8,7 +8,7 @@ import torch
 
 from lockstep import accelerator
 from lockstep.data.fetch import Fetched
-from lockstep.trees import leaves, to_device
+from lockstep.trees import dense_parts, leaves, to_device
 
 
 def on_device(fetched: Iterable[Fetched], device: torch.device) -> Iterator[Fetched]:
@@ -35,6 +35,7 @@ def _receive(item: Fetched, copied: torch.Event, device: torch.device) -> Fetche
     for leaf in leaves(item.batch):
         if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu":
             # The memory was allocated on the copying stream; without this the allocator could reuse it while the user's
-            # stream still reads it.
-            leaf.record_stream(current)
+            # stream still reads it. A sparse tensor has no memory but its parts'.
+            for part in dense_parts(leaf):
+                part.record_stream(current)
     return item

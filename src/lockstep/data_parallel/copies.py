@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep import _torch, bits
+from lockstep.trees import dense_parts
 
 #: Tensors of fewer bytes travel to another device together.
 _SMALL = 2**20
@@ -113,18 +114,6 @@ class Slot:
         kept = made.copy if made is not None and _memory_of(made.copy) == _memory_of(destination) else destination
         storages = [StorageWeakRef(part.untyped_storage()) for part in dense_parts(self.source)]
         self._made[replica] = _Made(kept, _version(self.source), _memory_of(self.source), storages, kept._version)
-
-
-def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the dense tensors that make up a sparse tensor; a dense one is its own part."""
-    if tensor.layout == torch.strided:
-        return [tensor]
-    tensor = tensor.detach()
-    if tensor.layout == torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]  # without underscore they refuse uncoalesced tensors
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -16,8 +16,11 @@ A forward that records a graph lends the copies to the replicas through one auto
 original parameters, its outputs the copies, and its backward adds the replicas' gradients up, in the order of the
 replicas. So ``backward``, ``torch.autograd.grad``, hooks on parameters and gradients of gradients work as they do
 without replicas. The first replica is the original module; its gradients take the ordinary way, and autograd adds the
-two, with the same result in either order. Autograd has a thread for each accelerator, so replicas on accelerators go
-backward side by side; on the CPU it uses the caller's thread, and they go one after the other.
+two, with the same result in either order. The first output is an empty tensor beside the originals: autograd runs a
+backward in the stream of its first output, and there the originals' gradients are expected. (It knows nothing of other
+devices' streams, so the backward returns to those of the forward by itself.) Autograd has a thread for each
+accelerator, so replicas on accelerators go backward side by side; on the CPU it uses the caller's thread, and they
+go one after the other.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +38,7 @@ from torch.nn.parameter import is_lazy
 from lockstep import _torch, callsite
 from lockstep.data_parallel.copies import Copier, Slot
 from lockstep.data_parallel.devices import refuse_misplaced
+from lockstep.data_parallel.threads import stream_of
 from lockstep.errors import LockstepError
 
 #: Names of the dicts in which a module holds its tensors.
@@ -364,7 +369,9 @@ def lend(origins: Sequence[tuple[int, int]], sources: Sequence[Tensor], copies: 
         sources: the original parameters.
         copies: tensors like them, on the replicas' devices.
     """
-    return list(_Lend.apply(origins, copies, *sources))  # type: ignore[no-untyped-call]
+    if not copies:
+        return []
+    return list(_Lend.apply(origins, copies, *sources)[1:])  # type: ignore[no-untyped-call]
 
 
 class _Lend(torch.autograd.Function):
@@ -374,15 +381,19 @@ class _Lend(torch.autograd.Function):
         ctx: Any, origins: Sequence[tuple[int, int]], copies: Sequence[Tensor], *sources: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.origins, ctx.devices = origins, [source.device for source in sources]
+        ctx.streams = [stream_of(device) for device in dict.fromkeys(copy.device for copy in copies)]
         ctx.set_materialize_grads(False)
-        return tuple(copy.detach() for copy in copies)
+        return torch.empty(0, device=ctx.devices[0]), *(copy.detach() for copy in copies)
 
     @staticmethod
     @_torch.mark_untraced
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         totals: list[Tensor | None] = [None] * len(ctx.devices)
-        for (origin, _), grad in zip(ctx.origins, brought(ctx.origins, grads, ctx.devices), strict=True):
-            totals[origin] = _plus(totals[origin], grad)
+        with ExitStack() as stack:
+            for stream in filter(None, ctx.streams):  # in which the replicas went backward
+                stack.enter_context(stream)
+            for (origin, _), grad in zip(ctx.origins, brought(ctx.origins, grads, ctx.devices), strict=True):
+                totals[origin] = _plus(totals[origin], grad)
         return (None, None, *totals)
 
 

@@ -83,7 +83,7 @@ class ReplicaThread(Generic[Result]):
         self._begun = self._called_off = False
         self._ended = threading.Event()
         context = contextvars.copy_context()
-        self._stream = _stream_of(location.device)
+        self._stream = stream_of(location.device)
         self._thread = threading.Thread(target=context.run, args=(self._run,), name=f"lockstep {location}")
         try:
             self._thread.start()
@@ -133,7 +133,7 @@ class ReplicaThread(Generic[Result]):
         return self._result.pop()
 
 
-def _stream_of(device: torch.device) -> Any:
+def stream_of(device: torch.device) -> Any:
     """Return the caller's current stream of an accelerator, which the replica's thread uses too."""
     return None if device.type == "cpu" else accelerator.current_stream(device)
 

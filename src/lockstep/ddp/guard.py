@@ -184,11 +184,20 @@ class StepGuard:
 
     def _read_later(self, flag: Tensor, *, of_this: bool) -> None:
         """Read a flag from a GPU at the end of the next backward; ``of_this``: it is of the backward under way."""
-        if self._captures is None or not self._captures():
+        if not self._is_captured():
             self._unread.append(_Unread(flag, is_older=not of_this))
 
+    def _is_captured(self) -> bool:
+        """Return whether a graph is being captured, while which nothing may be read."""
+        return self._captures is not None and self._captures()
+
     def _refuse_reached(self, whoami: Callable[[], str]) -> None:
-        """Raise if an earlier average was not finite, and has made parameters not finite either."""
+        """Raise if an earlier average was not finite, and has made parameters not finite either.
+
+        While a graph is captured nothing may be read; the next backward that is not captured does it.
+        """
+        if self._is_captured():
+            return
         unread, self._unread = self._unread, [each for each in self._unread if not each.is_older]
         was_flagged = any(each.read() for each in unread if each.is_older)
         for each in self._unread:

@@ -1,0 +1,84 @@
+"""Give this process the simulated device as soon as it imports torch; it pays nothing before."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tests.device import build
+
+#: Why this process has no simulated device though it was asked for, or None.
+missing: str | None = None
+
+
+class _BeforeImports:
+    """Sees the first import of some modules, does what is to be done before, and leaves it to Python's own finders."""
+
+    def __init__(self, actions: dict[str, Callable[[], None]]) -> None:
+        self._actions = actions
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:  # noqa: ARG002
+        action = self._actions.pop(name, None)
+        if action is not None:
+            action()
+
+
+def install() -> None:
+    """Have torch find the simulated device when it is imported. Where it can't be built, ``missing`` says why.
+
+    Raises:
+        ImportError: torch has been imported, and has looked for CUDA.
+    """
+    global missing
+    if "torch" in sys.modules:
+        raise ImportError("the simulated device must come before torch: import tests first")
+    try:
+        folder = build.libraries()
+    except build.Unavailable as reason:
+        missing = str(reason)
+        return
+    actions: dict[str, Callable[[], None]] = {
+        "torch": lambda: _load_device(folder),
+        "torch.cuda": lambda: _complete_torch(folder),
+        "torch.distributed.distributed_c10d": _add_nccl,
+    }
+    sys.meta_path.insert(0, _BeforeImports(actions))
+
+
+def _load_device(folder: Path) -> None:
+    ctypes.CDLL(str(folder / build.DEVICE), ctypes.RTLD_GLOBAL)
+
+
+def _complete_torch(folder: Path) -> None:
+    """What torch.cuda's Python takes from torch._C; torch._C is there by now."""
+    from tests.device import for_torch
+
+    bindings = _extension(folder / build.BINDINGS)
+    sys.modules[bindings.__name__] = bindings
+    for_torch.complete(bindings)
+    if not faulthandler.is_enabled():
+        faulthandler.enable()  # it shows the line on which the host touches memory of the device
+    bindings.tell_of_faults()
+
+
+def _extension(file: Path) -> Any:
+    name = file.name.removesuffix(".so")
+    loader = ExtensionFileLoader(name, str(file))
+    spec = importlib.util.spec_from_file_location(name, file, loader=loader)
+    assert spec is not None
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def _add_nccl() -> None:
+    from tests.device import for_torch
+
+    for_torch.add_nccl()

@@ -185,6 +185,35 @@ def test_a_call_of_one_rank_alone_is_named(name: str, before: str, call: str, ba
     assert "rank 1 ended the program without an error" in done.err
 
 
+_EPOCHS = """
+import torch, lockstep
+w = lockstep.init({backend!r}, timeout=8)
+model = lockstep.replicate(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = lockstep.shard(torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=4))
+saved = lockstep.Checkpointer("run", model=model, optimizer=optimizer, loader=loader)
+for epoch in saved.epochs({epochs}):
+    for batch in loader:
+        model(batch).sum().backward()
+        optimizer.step()
+    if w.is_main:
+        saved.save()
+"""
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_save_of_rank_0_alone_is_named_in_any_epoch(epochs: int, backend: str, tmp_path: Path) -> None:
+    """After the last epoch the other rank asks whether somebody is to stop, which is an exchange of records, too."""
+    (tmp_path / "train.py").write_text(_EPOCHS.format(backend=backend, epochs=epochs))
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True)
+    assert done.code == 1
+    assert "Checkpointer.save() is for all ranks" in done.err
+    if epochs == 1:
+        assert "CollectiveMismatch: rank 0 of 2: the ranks have made different calls" in done.err
+        assert "rank 0 is in Checkpointer.save(); rank 1 is in Checkpointer.epochs()" in done.err
+
+
 _STEPS = """
 import torch, lockstep
 w = lockstep.init({backend!r}, timeout=8)

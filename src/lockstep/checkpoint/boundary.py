@@ -20,6 +20,7 @@ from typing import Protocol
 from lockstep import _torch, callsite, knobs
 from lockstep._files import describe
 from lockstep.checkpoint.meeting import Meeting
+from lockstep.comm.calls import calling
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError
@@ -159,7 +160,8 @@ class StepBoundary:
         assert self._agreement is not None, "made at the first boundary"
         wishes = [wish for wish in (self._requests.wanted, self._agreement.pending()) if wish is not None]
         wanted = [int(wish) for wish in wishes]
-        everyones = [wish for wishes in all_gather_records(wanted, self._world.group) for wish in wishes]
+        with calling("Checkpointer.epochs()"):
+            everyones = [wish for wishes in all_gather_records(wanted, self._world.group) for wish in wishes]
         return Action(min(everyones)) if everyones else None
 
     def _save_and_continue(self, saver: Saver, epoch_done: bool | None) -> None:

@@ -16,6 +16,9 @@ import torch.distributed as dist
 
 from lockstep import _torch, accelerator
 from lockstep.comm.waiting import wait_for
+from lockstep.errors import CollectiveMismatch
+from lockstep.job import flight
+from lockstep.text import which_ranks
 
 #: Bytes of the first message, which has a record's length and its beginning.
 _FIRST = 1024
@@ -114,10 +117,11 @@ def all_gather_records(record: Any, group: dist.ProcessGroup | None = None) -> l
         group: the process group; the default group if None.
 
     Raises:
+        CollectiveMismatch: the script of another rank is in another call: this exchange belongs to neither.
         CollectiveTimeout, PeerLost: another rank is late or gone.
     """
     device = group_device(group)
-    payload = json.dumps(record).encode()
+    payload = json.dumps([flight.present_call(), record]).encode()
     world_size = dist.get_world_size(group)
 
     def gather(mine: bytes, size: int) -> list[bytes]:
@@ -134,7 +138,23 @@ def all_gather_records(record: Any, group: dist.ProcessGroup | None = None) -> l
     lengths = [_LENGTH.unpack_from(row)[0] for row in first]
     rest = max(lengths) - head
     second = gather(payload[head:], rest) if rest > 0 else [b""] * world_size
-    return [
+    told = [
         json.loads((row[_LENGTH.size :] + more)[:length])
         for row, more, length in zip(first, second, lengths, strict=True)
     ]
+    _compare_calls([call for call, _ in told], group)
+    return [each for _, each in told]
+
+
+def _compare_calls(calls: list[str], group: dist.ProcessGroup | None) -> None:
+    """Raise if the records of two calls have met. (One that is in no call may well be in the same exchange.)"""
+    ranks: dict[str, list[int]] = {}
+    for rank, call in enumerate(calls):
+        if call:
+            ranks.setdefault(call, []).append(rank)
+    if len(ranks) > 1:
+        who = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}"
+        where = "; ".join(
+            f"{which_ranks(each)} {'is' if len(each) == 1 else 'are'} in {call}" for call, each in ranks.items()
+        )
+        raise CollectiveMismatch(f"{who}: the ranks have made different calls: {where}")

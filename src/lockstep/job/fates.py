@@ -55,6 +55,6 @@ def _compared(there: Look, here: Look) -> str:
 def advice(name: str) -> str:
     """Return the advice that all ranks must make a call."""
     return (
-        f"{name} is for all ranks: if only some call it (in `if world.is_main:`, say), they wait until the timeout "
-        "for ranks that never do"
+        f"{name} is for all ranks: every rank must call it, and in the same place. Take it out of "
+        "`if world.is_main:`, if that is around it"
     )

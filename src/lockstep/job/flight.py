@@ -246,6 +246,11 @@ def begin_call(name: str) -> bool:
     return True
 
 
+def present_call() -> str:
+    """Return the collective call that the script is in; empty: it is in none, or this is the background."""
+    return _calls[0] if _calls and get_ident() not in _background else ""
+
+
 def end_call() -> None:
     """Record that the collective call has returned."""
     _calls.clear()

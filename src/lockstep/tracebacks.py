@@ -22,7 +22,7 @@ explainers: list[Callable[[BaseException], str | None]] = []
 
 def explain(error: BaseException) -> None:
     """Add the hints of :data:`explainers` to the message of an uncaught error. The error is changed in place."""
-    hints = [hint for each in explainers if (hint := each(error)) is not None]
+    hints = [hint for each in explainers if (hint := each(error)) is not None and hint not in str(error)]
     if hints and error.args and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]}: {'; '.join(hints)}", *error.args[1:])
 

@@ -196,7 +196,8 @@ def test_a_frozen_parameter_is_compared_too() -> None:
         "Ranks 0 and 1 differ in parameter '0.bias'; which of the two is right can't be told. Element [2] is " in said
     )
     assert "and the only one of it that differs. In all, 1 of 6 parameters and 0 of 15 tensors" in said
-    assert "most likely a bit that flipped in memory: have that of the machines of these ranks tested" in said
+    assert "a bit that flipped in memory, or a line that writes to it on one rank alone: lockstep verify finds" in said
+    assert "have the memory of the machines of these ranks tested" in said
 
 
 def test_without_a_majority_every_version_is_told() -> None:

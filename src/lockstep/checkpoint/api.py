@@ -197,7 +197,7 @@ class Checkpointer:
             self._say_missing()
             if self._resumed_from == position.step and position.epoch >= count:
                 self._say(
-                    f"nothing is left to train: this run was finished, {counted(count, 'epoch')} at step "
+                    f"nothing is left to train: this run was finished, {counted(position.epoch, 'epoch')} at step "
                     f"{position.step}; epochs({position.epoch + 1}) or more trains on, and another folder begins anew"
                 )
             while position.epoch < count:

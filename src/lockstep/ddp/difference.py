@@ -180,7 +180,8 @@ def advise(difference: Difference, holdings: Holdings, *, since: str, has_joined
         odd = difference.odd
         machines = f"the machine of rank {odd[0]}" if len(odd) == 1 else "the machines of these ranks"
         reason = (
-            "A difference that began in one element is most likely a bit that flipped in memory: have that of "
+            "A difference that began in one element is a bit that flipped in memory, or a line that writes to it on "
+            "one rank alone: lockstep verify finds such a line; if there is none, have the memory of "
             f"{machines} tested, and look for its errors in the kernel's log."
         )
     elif difference.conditions:

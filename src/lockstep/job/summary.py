@@ -276,10 +276,12 @@ class Summary(TimeAccount):
             return f"{stack} {straggler.rank} shows what its data waits for: its disk, its workers, larger samples"
         if straggler is not None and straggler.phase in (Phase.OWN, Phase.EVALUATE):
             return f"{stack} {straggler.rank} shows the line that takes so long"
+        if straggler is not None and straggler.phase is Phase.SAVE:
+            return "save less often, or beside training with Checkpointer.async_save(); a faster disk"
         if straggler is not None:
             return (
-                "lockstep doctor on its machine finds other programs and limits; "
-                "lockstep.shard(loader, slices=lockstep.Slices(8, balance=True)) gives a slower machine less work"
+                "lockstep doctor on its machine finds other programs and limits; in slices a slower machine has less "
+                "work: lockstep.shard(loader, slices=lockstep.Slices(8, balance=True)), and a loop over loader.steps()"
             )
         if self.bottleneck is Bottleneck.COMMUNICATION and len(self.here) < self.world_size:
             return (

@@ -38,6 +38,7 @@ from lockstep.checkpoint.together import together
 from lockstep.comm.peers import Peers
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError
+from lockstep.text import which_ranks
 from lockstep.version import __version__
 
 # First all ranks agree on what to write, and on which rank writes it.
@@ -120,9 +121,11 @@ def words_on_drift(plan: WritePlan) -> str:
     """Return a warning if replicas differ; empty if they do not."""
     if not plan.apart:
         return ""
+    where = "; ".join(f"{file} on {which_ranks(ranks)}" for file, ranks in plan.apart.items())
     return (
         "the replicas have drifted apart: other ranks hold other values, or other tensors, than rank 0, so rank 0's "
-        f"are saved, and a resumed run will not repeat this one bit for bit; files and ranks: {plan.apart}"
+        f"are saved, and a resumed run will not repeat this one bit for bit ({where}). An earlier checkpoint may hold "
+        "what all ranks had: lockstep checkpoint rewind goes back to it"
     )
 
 

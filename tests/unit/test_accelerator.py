@@ -126,6 +126,7 @@ lockstep.init("gloo")
 model = torch.nn.Linear(2, 2)
 model.weight = torch.nn.Parameter(torch._C._acc.create_empty_tensor((2, 2), torch.float32))
 note("a replica", lambda: lockstep.replicate(model))
+lockstep.shutdown()
 print(json.dumps(told))
 """
 

@@ -1,4 +1,8 @@
-"""Compile the simulated device, once for each version of torch, Python and its own sources."""
+"""Compile the simulated device, once for each version of torch, Python and its own sources.
+
+Compiling takes half a minute, linking a second. Libraries name the folder of the torch that they are linked to, so each
+torch of a version has its own, of the same objects.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,12 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 _SOURCES = Path(__file__).parent
 #: Torch's headers ask for it; as few optimisations as make no test slow, since most of the time goes into the headers.
-_OPTIONS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-DUSE_C10D_GLOO", "-Wall", "-Werror")
+_OPTIONS = ("-std=c++20", "-O1", "-fPIC", "-DUSE_C10D_GLOO", "-Wall", "-Werror")
 
 DEVICE, BINDINGS = "libsimulated.so", "simulated_bindings.so"
 
@@ -37,19 +42,28 @@ def libraries() -> Path:
     torch = _torch()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep-tests" / "simulated-device"
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder = cache / _name()
+    objects = cache / _name()
+    linked = objects / hashlib.sha256(str(torch).encode()).hexdigest()[:12]
     with open(cache / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
+        if not linked.exists():
             compiler = shutil.which(os.environ.get("CXX") or "g++")
             if compiler is None:
                 raise Unavailable("there is no C++ compiler (g++, or what CXX names)")
-            with tempfile.TemporaryDirectory(dir=cache) as place:
-                made = Path(place, "made")
-                made.mkdir()
-                _compile(compiler, torch, made)
-                made.rename(folder)
-    return folder
+            if not objects.exists():
+                print(f"compiling the simulated device in {cache}, once for this torch: half a minute", file=sys.stderr)
+                _make(objects, lambda folder: _compile(compiler, torch, folder))
+            _make(linked, lambda folder: _link(compiler, torch, objects, folder))
+    return linked
+
+
+def _make(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Make a folder, completely or not at all."""
+    with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+        made = Path(place, "made")
+        made.mkdir()
+        fill(made)
+        made.rename(folder)
 
 
 def _torch() -> Path:
@@ -76,13 +90,17 @@ def _name() -> str:
 
 def _compile(compiler: str, torch: Path, folder: Path) -> None:
     headers = [torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_path("include")]
-    common = [compiler, *_OPTIONS, *(f"-isystem{each}" for each in headers), f"-L{torch / 'lib'}"]
-    libraries = ["-ltorch_cpu", "-lc10", "-ltorch", f"-Wl,-rpath,{torch / 'lib'}", "-Wl,-rpath,$ORIGIN"]
+    for name in ("device", "bindings"):
+        source, made = str(_SOURCES / f"{name}.cpp"), str(folder / f"{name}.o")
+        _run([compiler, *_OPTIONS, *(f"-isystem{each}" for each in headers), "-c", source, "-o", made])
+
+
+def _link(compiler: str, torch: Path, objects: Path, folder: Path) -> None:
     device, bindings = folder / DEVICE, folder / BINDINGS
-    print(f"compiling the simulated device in {folder.parents[1]}, once for this torch: half a minute", file=sys.stderr)
-    _run([*common, str(_SOURCES / "device.cpp"), "-o", str(device), f"-Wl,-soname,{DEVICE}", *libraries])
-    source = str(_SOURCES / "bindings.cpp")
-    _run([*common, source, "-o", str(bindings), str(device), "-ltorch_python", *libraries])
+    libraries = ["-ltorch_cpu", "-lc10", "-ltorch", f"-Wl,-rpath,{torch / 'lib'}", "-Wl,-rpath,$ORIGIN"]
+    common = [compiler, "-shared", f"-L{torch / 'lib'}"]
+    _run([*common, str(objects / "device.o"), "-o", str(device), f"-Wl,-soname,{DEVICE}", *libraries])
+    _run([*common, str(objects / "bindings.o"), "-o", str(bindings), str(device), "-ltorch_python", *libraries])
 
 
 def _run(command: list[str]) -> None:

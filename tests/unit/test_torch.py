@@ -204,6 +204,7 @@ def test_flop_formulas() -> None:
         assert formulas[on_cpu] is formulas[anywhere]
 
 
+@pytest.mark.filterwarnings("ignore:Please use the new API settings")  # torch 2.9 says it of the older name
 def test_multiplies_in_tf32() -> None:
     matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
     before = matmul.allow_tf32, conv.fp32_precision

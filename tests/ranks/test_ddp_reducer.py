@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import lockstep
+from lockstep.ddp.absent import AbsentGradients
 from lockstep.ddp.bucket import SMALL, Bucket
 from lockstep.ddp.comm_hooks import GradBucket
 from lockstep.ddp.reducer import Reducer
@@ -17,7 +18,13 @@ from tests.harness import run_ranks
 pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
 
 
-def _reducer(*, overlap: bool = True, as_view: bool = True, sizes: tuple[int, ...] = (2, 3, 4, 5)) -> Reducer:
+def _reducer(
+    *,
+    overlap: bool = True,
+    as_view: bool = True,
+    sizes: tuple[int, ...] = (2, 3, 4, 5),
+    absent: AbsentGradients | None = None,
+) -> Reducer:
     """Parameters 0, 1, 2, 3; buckets (3,), (2, 1), (0,)."""
     params = [nn.Parameter(torch.zeros(size)) for size in sizes]
     plan = [(3,), (2, 1), (0,)]
@@ -29,6 +36,7 @@ def _reducer(*, overlap: bool = True, as_view: bool = True, sizes: tuple[int, ..
         group=lockstep.world().group,
         overlap=overlap,
         as_view=as_view,
+        absent=absent,
     )
 
 
@@ -122,6 +130,43 @@ def _portions() -> list[list[int]]:
 
 def test_a_parameter_with_several_portions_is_sent_at_the_end_from_then_on() -> None:
     assert run_ranks(_portions, 2) == [[[0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]]] * 2
+
+
+class _Expected(AbsentGradients):
+    """Predicts what it is told to, without autograd."""
+
+    def __init__(self, positions: set[int]) -> None:
+        super().__init__([])
+        self.positions = positions
+
+    def expect(self) -> set[int]:
+        return self.positions
+
+
+def _predicted_earlier() -> list[list[int]]:
+    """Parameter 2 is absent from an averaged backward; the next one begins as one that does not average."""
+    lockstep.init()
+    reducer = _reducer(absent=_Expected({2}))
+    launches = []
+    for step, order in enumerate([[3, 2, 1, 0], [3, 1, 0]]):
+        for param in reducer.params:
+            param.grad = None
+        reducer.begin(sync=True)
+        launches.append(_deliver(reducer, order, step))
+        assert reducer.finish().mistake is None
+    for param in reducer.params:
+        param.grad = None
+    reducer.begin(sync=False)
+    reducer.require_sync()
+    launches.append(_deliver(reducer, [3, 1], 2) + _deliver(reducer, [1, 2, 0], 2))
+    reducer.params[1].grad /= 2  # type: ignore[operator, assignment]
+    assert reducer.finish().mistake is None
+    _assert_averages(reducer, 2)
+    return launches
+
+
+def test_what_an_earlier_backward_did_not_expect_is_waited_for() -> None:
+    assert run_ranks(_predicted_earlier, 2) == [[[0, 0, 0, 0], [1, 2, 2], [1, 1, 1, 1, 1]]] * 2
 
 
 def _incomplete_but_counted() -> None:

@@ -207,8 +207,7 @@ class Reducer:
         self._open(
             sync=sync, factor=in_buckets * item, divisor=divisor, kept=kept, discards=own == 0 or in_buckets == 0
         )
-        if sync and self._absent is not None:
-            self._wait_for_none_of(self._absent.expect())
+        self._wait_for_none_of(self._absent.expect() if sync and self._absent is not None else set())
 
     def _weigh_item(self) -> float:
         """**Collective** if items are counted. Return the factor of this rank's weight."""

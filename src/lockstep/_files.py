@@ -57,7 +57,7 @@ def local_path(given: str | os.PathLike[str], what: str) -> Path:
     kind = "a path of Windows" if found[1] is None or len(found[1]) == 1 else "a URL"
     raise NoLocalPath(
         f"{what}={text}: this is {kind}, but lockstep reads and writes only file systems of this machine: give the "
-        f"path of a folder or file there, such as where the storage is mounted"
+        "path of a folder or file there, such as where the storage is mounted"
     )
 
 

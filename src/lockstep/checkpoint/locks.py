@@ -275,8 +275,7 @@ class _Held:
         if owner is not None:
             raise CheckpointError(
                 f"{self._path.parent} has another owner by now, {owner}: the job has continued without this machine, "
-                f"in "
-                f"round {owner.round}, and nothing was saved here"
+                f"in round {owner.round}, and nothing was saved here"
             )
 
     def let_go(self, pid: int) -> None:

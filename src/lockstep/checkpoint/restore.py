@@ -162,8 +162,8 @@ def words_on_differences(contents: Contents, search: Search[Contents], run: RunS
         told = "; ".join(f"{what}: {before} there, {after} here" for what, before, after in others)
         words.append(
             f"it was written under other conditions ({told}): the values are restored to the bit, but from here on "
-            f"results may differ in their last bits from those of an uninterrupted run, since the order in which "
-            f"libraries add up depends on these"
+            "results may differ in their last bits from those of an uninterrupted run, since the order in which "
+            "libraries add up depends on these"
         )
     unused = run.unused(contents)
     if unused:

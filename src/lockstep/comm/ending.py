@@ -87,8 +87,8 @@ def _warn_of_difference(told: Sequence[Any]) -> None:
     callsite.warn(
         f"{what} is not the same on all ranks at the end of the job: rank 0 differs from {which_ranks(others)}, in "
         f"'{differing}' for example. If a line that only some ranks run has changed it since the last step (the best "
-        f"weights, loaded on rank 0), nothing is wrong; otherwise the ranks have trained different models from some "
-        f"step on. compare_every= of lockstep.replicate compares more often while they train"
+        "weights, loaded on rank 0), nothing is wrong; otherwise the ranks have trained different models from some "
+        "step on. compare_every= of lockstep.replicate compares more often while they train"
     )
 
 

@@ -686,9 +686,8 @@ class ShardedLoader:
         callsite.warn(
             f"rank {self._world.rank}: the collate_fn made a batch of size {size} from {fetched.samples} samples. If "
             f"it drops samples, means are not exact: this rank's counts as one of {fetched.samples}. Pass the number "
-            f"that remains before the backward: world.weigh(len(batch)). If it packs several samples into one, count "
-            f"what your loss "
-            "is a mean of in the same way (docs/weights.md)"
+            "that remains before the backward: world.weigh(len(batch)). If it packs several samples into one, count "
+            "what your loss is a mean of in the same way (docs/weights.md)"
         )
 
     def _say_who_is_left_out(self) -> None:

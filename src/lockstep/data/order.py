@@ -88,7 +88,7 @@ def read_shares(shares: object, *, world_size: int) -> tuple[float, ...]:
         if not 0 < share < math.inf:
             raise ValueError(
                 f"shares={shares!r}: expected positive numbers, not {share!r}; for a rank without samples, start one "
-                f"rank less"
+                "rank less"
             )
     if len(shares) != world_size:
         raise ValueError(f"shares={shares!r}: expected one for each of the {world_size} ranks, not {len(shares)}")

@@ -108,7 +108,7 @@ class SliceOptions:
             what = "balance=True" if self.balance else 'slices="auto"'
             raise ValueError(
                 f"{what}: the workers that read a stream can't change its slices, nor return samples again: give a "
-                f"number of slices, or shares="
+                "number of slices, or shares="
             )
 
     def facts(self) -> dict[str, Any]:

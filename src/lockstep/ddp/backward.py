@@ -463,9 +463,8 @@ class Backward:
             param = self._all.params[position]
             if param.grad is None and param._version != self._versions[position]:
                 return LockstepError(
-                    f"{self._all.whoami()}: the gradient of parameter '{self._all.names[position]}' was removed "
-                    f"before the ranks had averaged it. If a hook on the parameter runs the optimizer inside "
-                    f"backward, it "
+                    f"{self._all.whoami()}: the gradient of parameter '{self._all.names[position]}' was removed before "
+                    "the ranks had averaged it. If a hook on the parameter runs the optimizer inside backward, it "
                     "stepped with this rank's own gradient, and the replicas differ from now on: resume from a "
                     "checkpoint, and let the optimizer step after backward"
                 )

@@ -120,8 +120,8 @@ class GradientChecks:
         if names:
             callsite.warn(
                 f"no rank used {counted(len(names), 'parameter')} in the first backward: "
-                f"{listed([*map(repr, names)], most=10)}. The other parameters' gradients are not affected. If this "
-                f"is intended, find_unused_parameters=True silences this warning"
+                f"{listed([*map(repr, names)], most=10)}. The other parameters' gradients are not affected. If this is "
+                "intended, find_unused_parameters=True silences this warning"
             )
 
     def sliced_step_ended(self, step: SlicedStep) -> None:

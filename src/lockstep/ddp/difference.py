@@ -187,8 +187,7 @@ def advise(difference: Difference, holdings: Holdings, *, since: str, has_joined
     elif difference.conditions:
         reason = (
             f"The ranks compute under different conditions ({'; '.join(difference.conditions)}), so the same step of "
-            f"an optimizer "
-            "may round differently: use one kind of machine for all ranks."
+            "an optimizer may round differently: use one kind of machine for all ranks."
         )
     elif has_joined:
         reason = (
@@ -197,8 +196,8 @@ def advise(difference: Difference, holdings: Holdings, *, since: str, has_joined
         )
     elif all(holdings.is_number(index) for index in difference.items):
         reason = (
-            f"{type(owners[0]).__name__} keeps this number. It differs between ranks if it is computed from the "
-            f"rank's own loss (let its closure return world.mean(loss)) or counts steps that not all ranks take."
+            f"{type(owners[0]).__name__} keeps this number. It differs between ranks if it is computed from the rank's "
+            "own loss (let its closure return world.mean(loss)) or counts steps that not all ranks take."
         )
     else:
         reason = (

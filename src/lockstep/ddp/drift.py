@@ -327,8 +327,8 @@ class DriftCheck:
             if self._rank == 0:
                 callsite.warn(
                     f"the replicas' digests differed in step {unread.step}, and the replicas are equal now: either a "
-                    f"difference has disappeared since, for example in the optimizer's state, or a digest was "
-                    f"corrupted in transit. If it happens again, have the machines' memory tested"
+                    "difference has disappeared since, for example in the optimizer's state, or a digest was "
+                    "corrupted in transit. If it happens again, have the machines' memory tested"
                 )
             return None
         items = self._holdings.items

@@ -106,7 +106,7 @@ def _kinds(rows: Tensor, world: World) -> _Kinds:
         if each[1] and not each[2]:
             raise LockstepError(
                 f"{whoami}: rank {rank} has {each[1]} rows, but weight 0 (its share of the batch, or world.weigh(0)), "
-                f"so its part of the gradient would be lost: give it a weight, or no rows"
+                "so its part of the gradient would be lost: give it a weight, or no rows"
             )
     start = sum(each[1] for each in told[: world.rank])
     factor = total / (part * world.world_size) if part else 1.0
@@ -131,8 +131,8 @@ class _Gathered(torch.autograd.Function):
         now = world.share
         if isinstance(now, Items) and now is not kinds.items and not now.is_taken:
             raise LockstepError(
-                f"{whoami}: world.weigh() was called after the rows were gathered, and they were weighted by the "
-                f"share known then: call it before lockstep.gathered()"
+                f"{whoami}: world.weigh() was called after the rows were gathered, and they were weighted by the share "
+                "known then: call it before lockstep.gathered()"
             )
         total = gradients[0].to(group_device(world.group), copy=True).contiguous()
         wait_for(

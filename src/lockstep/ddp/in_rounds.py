@@ -120,9 +120,9 @@ class InRounds:
         """See :class:`~lockstep.ddp.synchroniser.Synchroniser`."""
         if items is not None:
             raise LockstepError(
-                f"{self._replica.whoami()}: world.weigh with LocalSteps: it weights gradients, and here parameters "
-                f"are averaged, with equal weights for all ranks. Remove the call, or average every gradient (without "
-                f"sync=)"
+                f"{self._replica.whoami()}: world.weigh with LocalSteps: it weights gradients, and here parameters are "
+                "averaged, with equal weights for all ranks. Remove the call, or average every gradient (without "
+                "sync=)"
             )
         self._replica.reducer.begin(sync=False, weight=forward.weight)
 
@@ -231,8 +231,8 @@ class InRounds:
         del divide_by_initial_world_size
         raise LockstepError(
             f"{self._replica.whoami()}: lockstep.join asks all ranks before every forward, which LocalSteps avoids: "
-            f"remove it, and call lockstep.finish_round(model) after the loop. A rank that calls it first takes part "
-            f"in the others' rounds until they have called it too"
+            "remove it, and call lockstep.finish_round(model) after the loop. A rank that calls it first takes part "
+            "in the others' rounds until they have called it too"
         )
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:

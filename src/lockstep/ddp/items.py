@@ -84,8 +84,8 @@ class ItemTotals:
         self.asks_all = self._world_size > 1 and not self._compares_labels
         if total == 0:
             raise LockstepError(
-                f"{whoami()}: every rank has called world.weigh(0), so there is no mean over items: skip this step, "
-                f"on all ranks"
+                f"{whoami()}: every rank has called world.weigh(0), so there is no mean over items: skip this step, on "
+                "all ranks"
             )
         return self._world_size / total
 

@@ -34,9 +34,9 @@ class KeptCount:
         elif self._has_stepped:
             self._has_stepped = False  # warn only once
             callsite.warn(
-                f"{self._whoami}: this backward is weighed by world.weigh({items.count}), a count from before the "
-                f"last optimizer step: outside of a sharded loader's loop a count holds until the next one. Call "
-                f"world.weigh before each backward, or reset it with world.share = None"
+                f"{self._whoami}: this backward is weighed by world.weigh({items.count}), a count from before the last "
+                "optimizer step: outside of a sharded loader's loop a count holds until the next one. Call "
+                "world.weigh before each backward, or reset it with world.share = None"
             )
 
     def before_step(self, optimizer: Optimizer) -> None:

@@ -171,9 +171,8 @@ class OwnParameters:
             self._told = True
             callsite.warn(
                 f"{self._whoami()}: this backward gives gradients to tensors that replaced parameters "
-                f"(torch.func.functional_call). They stay this rank's own: only gradients of the module's own "
-                f"parameters "
-                "are averaged. If that is not intended, average them: tensor.grad = world.mean(tensor.grad)"
+                "(torch.func.functional_call). They stay this rank's own: only gradients of the module's own "
+                "parameters are averaged. If that is not intended, average them: tensor.grad = world.mean(tensor.grad)"
             )
 
     def stand_ins(self) -> StandIns | None:

@@ -45,8 +45,7 @@ Marks = dict[str, str]
 _NormBase = _torch.norm_base()
 _ADVICE = (
     "Change it after the inner loop, in the same way on all ranks, or train this model in a plain loop, where the "
-    "buffers of rank "
-    "0 count. docs/exactness.md says which buffers work in slices"
+    "buffers of rank 0 count. docs/exactness.md says which buffers work in slices"
 )
 
 
@@ -179,7 +178,7 @@ class SlicedBuffers:
             if self._first is None and _rows_moved(now, then):
                 step.note_mistake(
                     f"buffer {name} is a queue: slice {number} has moved its rows along. Every slice of a step begins "
-                    f"with the same buffers, so a queue would get the mean over slices of what belongs to different "
+                    "with the same buffers, so a queue would get the mean over slices of what belongs to different "
                     f"samples. {_ADVICE}"
                 )
 

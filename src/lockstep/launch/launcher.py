@@ -422,7 +422,7 @@ class Launcher:
             self._told_of_loss = True
             say(
                 f"the job's folder {self.attempt.folder} was removed while the job runs. The job continues, but the "
-                f"files that its processes exchange there (errors of ranks, the rendezvous of groups) are lost"
+                "files that its processes exchange there (errors of ranks, the rendezvous of groups) are lost"
             )
 
     def _look(self, now: float) -> None:

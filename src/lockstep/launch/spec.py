@@ -135,8 +135,8 @@ class JobSpec:
         if self.max_restarts and self.nnodes > 1:
             raise ValueError(
                 f"--max-restarts={self.max_restarts} with --nnodes={self.nnodes}: the launchers of several machines "
-                f"can restart together only if they find each other: give --rdzv HOST on each, HOST being the name of "
-                f"one of them"
+                "can restart together only if they find each other: give --rdzv HOST on each, HOST being the name of "
+                "one of them"
             )
         if not (math.isfinite(self.regroup_after) and self.regroup_after >= 0):
             raise ValueError(f"--regroup-after={self.regroup_after}: expected a number of seconds, 0 or more")
@@ -347,7 +347,7 @@ def _fixed(text: str, *, standalone: bool) -> int:
     if least != most:
         raise ValueError(
             f"--nnodes={text}: the number of machines can change only if the launchers find each other: give --rdzv "
-            f"HOST on each, HOST being the name of one of them"
+            "HOST on each, HOST being the name of one of them"
         )
     return least
 

@@ -33,7 +33,7 @@ def own_address(endpoint: tuple[str, int] | None) -> str:
                 return found[0]
             raise OSError(
                 f"this machine's address is not known, because there is no route to {host} ({error.strerror}): give "
-                f"--local-addr"
+                "--local-addr"
             ) from error
         return str(probe.getsockname()[0])
 

@@ -108,7 +108,7 @@ class Knock(threading.Thread):
             return
         self.why = (
             f"a program accepts connections at {where}, but does not answer like a launcher's store: it is another "
-            f"program, or a launcher that hangs"
+            "program, or a launcher that hangs"
         )
         with contextlib.suppress(RuntimeError, OSError):  # torch's words name addresses that it was never given
             self.store = TCPStore(

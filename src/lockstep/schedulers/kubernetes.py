@@ -118,8 +118,8 @@ class JobManifest:
         if self.max_restarts is not None and self.controller is Controller.JOB and self.rdzv is None:
             raise ValueError(
                 f"--max-restarts {self.max_restarts} with --controller job: a Job recreates single pods, which can't "
-                f"join the others in the middle of a step; a JobSet recreates all of them (--controller jobset), "
-                "and launchers that find each other start their ranks again by themselves (--rdzv service)"
+                "join the others in the middle of a step; a JobSet recreates all of them (--controller jobset), and "
+                "launchers that find each other start their ranks again by themselves (--rdzv service)"
             )
         self._check_rdzv()
         paths = [volume.path for volume in self.volumes]

@@ -354,7 +354,7 @@ def check_names(task: CheckTask) -> Iterator[Finding]:
             Problem.OWN_NAME_LOOPBACK,
             "names",
             f"this machine's own name, {name}, resolves to {', '.join(found)} (Debian and Ubuntu set it up so), where "
-            f"no other machine reaches it",
+            "no other machine reaches it",
             "start with --rdzv or --hosts, which find the address by the route; for --node-rank and other launchers "
             "write its address in place of 127.0.1.1 into /etc/hosts, or set GLOO_SOCKET_IFNAME",
         )

@@ -106,7 +106,11 @@ class _TensorSpec(NamedTuple):
 
 
 def _wait(call: Callable[[], object], name: str, group: dist.ProcessGroup | None) -> None:
-    wait_for(call, lambda: f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}: {name}", name=name)
+    wait_for(call, lambda: f"{_whoami(group)}: {name}", name=name)
+
+
+def _whoami(group: dist.ProcessGroup | None) -> str:
+    return f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}"
 
 
 def all_gather_records(record: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -153,8 +157,7 @@ def _compare_calls(calls: list[str], group: dist.ProcessGroup | None) -> None:
         if call:
             ranks.setdefault(call, []).append(rank)
     if len(ranks) > 1:
-        who = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}"
         where = "; ".join(
             f"{which_ranks(each)} {'is' if len(each) == 1 else 'are'} in {call}" for call, each in ranks.items()
         )
-        raise CollectiveMismatch(f"{who}: the ranks have made different calls: {where}")
+        raise CollectiveMismatch(f"{_whoami(group)}: the ranks have made different calls: {where}")

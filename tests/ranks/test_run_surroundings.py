@@ -201,8 +201,8 @@ for epoch in saved.epochs({epochs}):
 """
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-@pytest.mark.parametrize("epochs", [1, 2])
+# (Before the last epoch the other rank is in a forward or backward; over gloo the one whose wait ends first ends both.)
+@pytest.mark.parametrize(("epochs", "backend"), [(1, "shm"), (1, "gloo"), (2, "shm")])
 def test_a_save_of_rank_0_alone_is_named_in_any_epoch(epochs: int, backend: str, tmp_path: Path) -> None:
     """After the last epoch the other rank asks whether somebody is to stop, which is an exchange of records, too."""
     (tmp_path / "train.py").write_text(_EPOCHS.format(backend=backend, epochs=epochs))

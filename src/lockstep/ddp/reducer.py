@@ -207,7 +207,10 @@ class Reducer:
         self._open(
             sync=sync, factor=in_buckets * item, divisor=divisor, kept=kept, discards=own == 0 or in_buckets == 0
         )
-        self._wait_for_none_of(self._absent.expect() if sync and self._absent is not None else set())
+        self._absent_now = self._absent.expect() if sync and self._absent is not None else set()
+        for position in self._absent_now:
+            if (home := self._home.get(position)) is not None:
+                home.expected -= 1
 
     def _weigh_item(self) -> float:
         """**Collective** if items are counted. Return the factor of this rank's weight."""
@@ -234,12 +237,6 @@ class Reducer:
         if sync:
             backward.leave_to_holders()
         self.backward = backward
-
-    def _wait_for_none_of(self, absent: set[int]) -> None:
-        self._absent_now = absent
-        for position in absent:
-            if (home := self._home.get(position)) is not None:
-                home.expected -= 1
 
     def require_sync(self) -> None:
         """Average in the backward under way, although it began as an unsynchronised one."""

@@ -29,14 +29,14 @@ RUN_FAULTS = [
     Fault(
         "checkpoints of NaN take the places of sound ones",
         "checkpoint/retention.py",
-        "if entry.finite or entry.good is False]",
+        "if entry.sound or entry.good is False]",
         "if True]",
         ("tests/unit/test_finite_checkpoints.py", "-k", "kept or outlive"),
     ),
     Fault(
         "a run resumes from a checkpoint of NaN",
         "checkpoint/read.py",
-        "if self.manifest.not_finite is not None:",
+        "if not self.manifest.is_sound:",
         "if False:",
         ("tests/unit/test_finite_checkpoints.py", "-k", "load_weights or export"),
     ),

@@ -70,15 +70,15 @@ def _become_nan(folder: str, in_background: bool) -> dict[str, Any]:
     return {"said": said, "kept": sorted(path.name for path in Path(folder).glob("step-*"))}
 
 
-def _resume(folder: str, only_finite: bool) -> tuple[int, tuple[str, ...], bool, list[str]]:
+def _resume(folder: str, only_sound: bool) -> tuple[int, tuple[str, ...], bool, list[str]]:
     lockstep.init()
     model, _, saved = _start(folder)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = saved.restore(only_finite=only_finite)
+        found = saved.restore(only_sound=only_sound)
     assert found is not None
     said = [str(one.message) for one in caught if "resuming" in str(one.message)]
-    return found.step, found.not_finite, bool(model.layer.bias.isnan().any()), said
+    return found.step, found.unsound, bool(model.layer.bias.isnan().any()), said
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -91,7 +91,7 @@ def test_saves_of_nan_warn_and_leave_what_is_sound_and_a_resume_takes_that(tmp_p
         assert len(said) == 1, said
         assert said[0].startswith(f"the checkpoint step-0000000{step} holds values that are NaN or infinite, in ")
         assert "layer.bias" in said[0]
-        assert "a run resumes from the newest finite one" in said[0]
+        assert "a run resumes from the newest sound one" in said[0]
     named = read_manifest(tmp_path / "step-00000008").not_finite
     assert named is not None
     assert "layer.bias" in named["model.safetensors"]
@@ -128,8 +128,8 @@ def test_without_a_finite_one_retention_is_as_ever_and_a_resume_is_refused_on_ev
     assert first == second
     kept, words = first
     assert kept == ["step-00000003", "step-00000004", "step-00000005"]
-    assert words.startswith(f"no checkpoint in {tmp_path} is complete and finite: step-00000005 holds")
-    assert words.endswith("restore(only_finite=False) resumes from the newest nevertheless; or begin in another folder")
+    assert words.startswith(f"no checkpoint in {tmp_path} is complete and sound: step-00000005 holds")
+    assert words.endswith("restore(only_sound=False) resumes from the newest nevertheless; or begin in another folder")
 
 
 def _seen_by_one_rank(folder: str) -> dict[str, list[str]] | None:
@@ -264,5 +264,5 @@ def test_a_save_at_a_stop_says_that_a_resume_begins_earlier(tmp_path: Path) -> N
     script.write_text(_STOPPED)
     stopped = launching.run(["lockstep", "run", "-n", "2", str(script), str(tmp_path / "run")], tmp_path, torch=True)
     assert stopped.code == 75, stopped.err
-    assert "which is not finite: a run resumes from the newest one that is" in stopped.err
+    assert "which is not sound: a run resumes from the newest one that is" in stopped.err
     assert "holds values that are NaN or infinite, in weight" in stopped.err

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
 import lockstep
+from lockstep.checkpoint.read import read_manifest
 from tests.harness import run_ranks
 
 
@@ -59,7 +61,7 @@ def _drifted(folder: str) -> list[str]:
             saved.step = step
             saved.save()
     other, other_optimizer = _trained()
-    lockstep.Checkpointer(folder, model=other, optimizer=other_optimizer).restore(strict=True)
+    lockstep.Checkpointer(folder, model=other, optimizer=other_optimizer).restore(strict=True, only_sound=False)
     torch.manual_seed(4)
     ours = model.get_parameter("0.weight") - lockstep.world().rank
     assert torch.allclose(other.get_parameter("0.weight"), ours, atol=1e-5), "rank 0's on every rank"
@@ -72,3 +74,63 @@ def test_replicas_that_drifted_apart_are_said_once_and_rank_0_is_saved(tmp_path:
     assert "the replicas have drifted apart" in first[0]
     assert "(model.safetensors on rank 1)" in first[0]
     assert second == []
+
+
+def _differ_in_turn(folder: str) -> dict[str, Any]:
+    lockstep.init()
+    model, optimizer = _trained()
+    saved = lockstep.Checkpointer(folder, model=model, optimizer=optimizer, keep=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        weight = model.get_parameter("0.weight").detach().clone()
+        for step in range(1, 7):
+            saved.step = step
+            if step == 4:
+                model.get_parameter("0.weight").data[0, 0] += lockstep.world().rank
+            if step == 5:  # (an optimizer's state alone: the parameters may be equal nevertheless)
+                model.get_parameter("0.weight").data.copy_(weight)
+                optimizer.state[model.get_parameter("0.weight")]["exp_avg"][0, 0] += lockstep.world().rank
+            if step == 6:
+                model.get_parameter("2.bias").data[0] += lockstep.world().rank
+            saved.save()
+    return {path.name: read_manifest(path).apart for path in sorted(Path(folder).glob("step-*"))}
+
+
+def _resume(folder: str, options: dict[str, bool]) -> tuple[int, list[str]]:
+    lockstep.init()
+    model, optimizer = _trained()
+    saved = lockstep.Checkpointer(folder, model=model, optimizer=optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = saved.restore(**options)
+    assert found is not None
+    return found.step, [str(warning.message) for warning in caught]
+
+
+def test_a_checkpoint_in_which_ranks_differed_replaces_none_and_no_run_resumes_from_it(tmp_path: Path) -> None:
+    (there, *others) = run_ranks(_differ_in_turn, 3, str(tmp_path))
+    assert others == [there] * 2
+    assert there == {"step-00000003": None, "step-00000005": None, "step-00000006": [1, 2]}, "keep=2, and the newest"
+    (step, said), *_ = run_ranks(_resume, 2, str(tmp_path), {})
+    assert step == 5
+    words = "step-00000006 holds the parameters of rank 0, from which those of ranks 1 and 2 differed"
+    assert f"skipped newer checkpoints: {words}" in said[0]
+    (step, said), *_ = run_ranks(_resume, 2, str(tmp_path), {"only_sound": False})
+    assert (step, words in said[0]) == (6, True)
+
+
+def _leave_alone(folder: str) -> tuple[list[int] | None, list[str]]:
+    world = lockstep.init()
+    model, optimizer = _trained()
+    model._ddp_params_and_buffers_to_ignore = ["0.weight"]  # type: ignore[assignment]
+    model.get_parameter("0.weight").data.add_(world.rank)
+    lockstep.replicate(model)
+    saved = lockstep.Checkpointer(folder, model=model, optimizer=optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        apart = read_manifest(saved.save()).apart
+    return apart, [str(warning.message) for warning in caught]
+
+
+def test_parameters_that_replicas_leave_alone_may_differ(tmp_path: Path) -> None:
+    assert run_ranks(_leave_alone, 2, str(tmp_path)) == [(None, [])] * 2

@@ -193,7 +193,7 @@ def _run(saves: list[tuple[bool, float | None, int]], rule: Retention, *, only: 
         step += further  # 0: once more at the same step
         revisions[step] = revisions.get(step, 0) + 1
         if only is None or finite is only:
-            there.append(Entry(f"{step}-{revisions[step]}", step, revisions[step], metric, finite=finite))
+            there.append(Entry(f"{step}-{revisions[step]}", step, revisions[step], metric, sound=finite))
             known = [Entry(**{**vars(entry), "good": entry is there[-1] or None}) for entry in there]
             gone = {entry.name for entry in superfluous(known, rule)}
             assert there[-1].name not in gone, "never the one just written"
@@ -295,27 +295,27 @@ def test_load_weights_passes_over_what_is_not_finite_unless_it_is_named(run: Pat
         lockstep.load_weights(run / "step-00000003", net)
     for step in (0, 1):
         shutil.rmtree(run / f"step-0000000{step}")
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .*run is complete and finite: .*give the path of one"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*run is complete and sound: .*give the path of one"):
         lockstep.load_weights(run, _net())
 
 
 def test_ls_show_and_verify_name_it(run: Path) -> None:
     words = "step-00000003 holds values that are NaN or infinite, in weight"
     shown = _lockstep("ls", run).output.splitlines()
-    assert [line for line in shown if line.startswith("not finite: ")] == [
-        f"not finite: {words}",
-        f"not finite: {words.replace('3', '2', 1)}",
+    assert [line for line in shown if line.startswith("not sound: ")] == [
+        f"not sound: {words}",
+        f"not sound: {words.replace('3', '2', 1)}",
     ]
-    assert f"not finite: {words}" in _lockstep("show", run).output
-    assert "not finite" not in _lockstep("show", run, "--step", 1).output.replace("known as not finite", "")
+    assert f"no: {words}" in _lockstep("show", run).output
+    assert "as far as known" in _lockstep("show", run, "--step", 1).output
     verified = _lockstep("verify", run)
     assert verified.exit_code == 0, "it is whole"
-    assert verified.output.splitlines()[:2] == ["step-00000003: complete", f"  not finite: {words}"]
+    assert verified.output.splitlines()[:2] == ["step-00000003: complete", f"  not sound: {words}"]
 
 
 def test_prune_keeps_the_newest_finite_one(run: Path) -> None:
     said = _lockstep("prune", run, "--last", 0).output
-    assert "not finite, kept: step-00000003 holds values" in said
+    assert "not sound, kept: step-00000003 holds values" in said
     assert "removed step-00000000" in said
     assert _steps(run) == [1, 2, 3]
     shutil.rmtree(run / "step-00000001")
@@ -327,7 +327,7 @@ def test_prune_keeps_the_newest_finite_one(run: Path) -> None:
 def test_export_takes_the_newest_finite_one_unless_a_step_is_named(run: Path, extra: tuple[str, ...]) -> None:
     done = _lockstep("export", run, run / "model.safetensors", *extra)
     assert done.exit_code == 0, done.output
-    assert "skipped, not finite: step-00000003 holds" in done.stderr
+    assert "skipped, not sound: step-00000003 holds" in done.stderr
     assert "of step-00000001" in done.stdout
     done = _lockstep("export", run, run / "lost.pt", "--step", 3, *extra)
     assert "exported, though step-00000003 holds values" in done.stderr
@@ -336,7 +336,7 @@ def test_export_takes_the_newest_finite_one_unless_a_step_is_named(run: Path, ex
         shutil.rmtree(run / f"step-0000000{step}")
     done = _lockstep("export", run, run / "none.pt", *extra)
     assert done.exit_code == 2
-    assert "is complete and finite" in done.stderr
+    assert "is complete and sound" in done.stderr
     assert not (run / "none.pt").exists()
 
 
@@ -355,7 +355,7 @@ def test_checkpoints_of_earlier_versions_are_taken_as_ever() -> None:
     earlier = sorted(Path("tests/fixtures").glob("run-*/step-*"))
     assert earlier
     for folder in earlier:
-        assert read(folder, only_finite=True).manifest.not_finite is None
+        assert read(folder, only_sound=True).manifest.not_finite is None
 
 
 def _steps(root: Path) -> list[int]:

@@ -122,8 +122,8 @@ class Checkpointer:
         #: The followers to tell the run's position, and the step of the checkpoint that it resumed from.
         self._followers: list[Follower] = []
         self._resumed_from: int | None = None
-        #: True if the last saved checkpoint is finite, so that a run resumes from it.
-        self._last_is_finite = True
+        #: True if the last saved checkpoint is sound, so that a run resumes from it.
+        self._last_is_sound = True
         _, shorts = together(world, self._refuse_unsavable, lambda short: short)
         refuse_parts(shorts)
         (self._lock, _), owners = together(world, self._claim_folder, lambda claimed: claimed[1])
@@ -271,8 +271,8 @@ class Checkpointer:
         """**Collective.** Write a checkpoint to the disk itself and return its folder. Older ones are pruned after it.
 
         If it fails, the checkpoints before it are as they were, and training may continue. If parameters or the
-        optimizer's state are NaN or infinite, rank 0 warns; no finite checkpoint is removed for this one, and a run
-        does not resume from it by itself (docs/checkpoints.md).
+        optimizer's state are NaN or infinite, or the parameters of the ranks differ, the checkpoint is not sound: rank
+        0 warns, no sound one is removed for it, and a run does not resume from it by itself (docs/checkpoints.md).
 
         Args:
             metric: a number by which the best checkpoints are kept, if ``keep`` says so; the same on all ranks
@@ -349,7 +349,7 @@ class Checkpointer:
         )
         if self._world.is_main:
             notes.tell(notes.CHECKPOINT, step=moment.step)
-        self._last_is_finite = saved.not_finite is None
+        self._last_is_sound = saved.is_sound
         return saved.folder
 
     def _prepare(self, metric: float | None, epoch_done: bool | None) -> tuple[WritePlan, Moment]:
@@ -391,22 +391,22 @@ class Checkpointer:
 
     @of_all_ranks("Checkpointer.restore()")
     @flight.phase(Phase.RESTORE)
-    def restore(self, *, strict: bool = False, only_finite: bool = True) -> Restored | None:
-        """**Collective.** Resume from the newest complete checkpoint that is finite; None if there is no checkpoint.
+    def restore(self, *, strict: bool = False, only_sound: bool = True) -> Restored | None:
+        """**Collective.** Resume from the newest complete and sound checkpoint; None if there is no checkpoint.
 
         Everything is verified and compared on every rank before anything is changed on any. Damaged checkpoints, and
-        those whose parameters or optimizer's state are NaN or infinite, are skipped with a warning on rank 0. Rank 0
-        says on standard error from which step the run resumes, and warns of an optimizer of the model, its scheduler or
-        a sharded loader that is there and was not given.
+        those that are not sound (see :meth:`save`), are skipped with a warning on rank 0. Rank 0 says on standard error
+        from which step the run resumes, and warns of an optimizer of the model, its scheduler or a sharded loader that
+        is there and was not given.
 
         Args:
             strict: refuse a damaged checkpoint instead of skipping it.
-            only_finite: False: take the newest complete one even if it is not finite.
+            only_sound: False: take the newest complete one even if it is not sound.
 
         Raises:
             CheckpointCorrupt: no checkpoint there is complete (with ``strict``: the newest is not).
             CheckpointMismatch: the checkpoint is of another model, optimizer, scheduler or dataset.
-            CheckpointError: the ranks do not see the same folder; or no checkpoint there is both complete and finite.
+            CheckpointError: the ranks do not see the same folder; or no checkpoint there is both complete and sound.
         """
         self.wait()
         search = find(
@@ -415,12 +415,12 @@ class Checkpointer:
             self._world,
             owners=self._owners,
             strict=strict,
-            only_finite=only_finite,
+            only_sound=only_sound,
             on=self._storage,
         )
         self._damaged.update(folder.name for folder in search.damaged)
         if search.found is None:
-            remedy = "restore(only_finite=False) resumes from the newest nevertheless; or begin in another folder"
+            remedy = "restore(only_sound=False) resumes from the newest nevertheless; or begin in another folder"
             error = search.nothing(self.folder, remedy=remedy)
             if error is not None:
                 raise error

@@ -35,7 +35,7 @@ class Saver(Protocol):
     """The part of a Checkpointer that a boundary needs."""
 
     step: int
-    _last_is_finite: bool
+    _last_is_sound: bool
 
     @property
     def _local_training(self) -> LocalTraining | None: ...
@@ -178,10 +178,10 @@ class StepBoundary:
     def _save_and_leave(self, saver: Saver, epoch_done: bool | None) -> None:
         folder = saver.save(epoch_done=epoch_done)
         self._requests.leave()
-        self._leave_word(saver.step, folder, finite=saver._last_is_finite)
+        self._leave_word(saver.step, folder, sound=saver._last_is_sound)
         raise SystemExit(EXIT_SAVED)
 
-    def _leave_word(self, step: int, folder: Path, *, finite: bool) -> None:
+    def _leave_word(self, step: int, folder: Path, *, sound: bool) -> None:
         """Tell each machine's launcher where the run can resume; without a launcher, rank 0 tells the user.
 
         Each rank sees to it before it leaves: whatever it does next, the launcher knows that it comes after the save.
@@ -189,7 +189,7 @@ class StepBoundary:
         job_folder = knobs.job_dir()
         if job_folder is not None and flight.current.pages is not None:
             try:
-                StopNote(step, str(folder), finite).write_once(job_folder)
+                StopNote(step, str(folder), sound).write_once(job_folder)
             except OSError as error:  # the save is there, and so is the exit code that says so
                 why = f"rank {self._world.rank} has saved, and can't tell its launcher: {describe(error)}"
                 print(f"lockstep: {why}", file=sys.stderr, flush=True)
@@ -197,7 +197,7 @@ class StepBoundary:
         if not self._world.is_main:
             return
         by = "a signal" if self._requests.stop is None else self._requests.stop.name
-        where = StopNote(step, str(folder), finite).describe()
+        where = StopNote(step, str(folder), sound).describe()
         print(f"lockstep: stopped by {by}; {where}", file=sys.stderr, flush=True)
 
 

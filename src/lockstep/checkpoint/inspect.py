@@ -20,13 +20,13 @@ from lockstep.checkpoint import folders
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.read import (
-    NotFinite,
+    Unsound,
     find_damage,
     newest_complete,
     read,
     read_manifest,
     read_model,
-    words_on_not_finite,
+    why_unsound,
 )
 from lockstep.checkpoint.retention import Entry, Retention, entries, superfluous
 from lockstep.errors import CheckpointCorrupt, CheckpointError
@@ -50,9 +50,9 @@ class CheckpointSummary:
     damage: str | None = None
 
     @property
-    def not_finite(self) -> str:
-        """A description of its non-finite values; empty if its manifest names none."""
-        return "" if self.manifest is None else words_on_not_finite(self.folder, self.manifest)
+    def unsound(self) -> str:
+        """Why no run resumes from it by itself, as its manifest says; empty if it is sound."""
+        return "" if self.manifest is None else why_unsound(self.folder, self.manifest)
 
     @property
     def size(self) -> int:
@@ -103,11 +103,11 @@ def glance(folder: Path) -> CheckpointSummary:
 class PruningPlan:
     """The checkpoints that a pruning keeps and removes."""
 
-    #: The newest checkpoint that is complete, and finite if one is, which stays whatever the rule says.
+    #: The newest checkpoint that is complete, and sound if one is, which stays whatever the rule says.
     newest: Path
-    #: Descriptions of newer checkpoints, which are damaged or not finite and stay as well.
+    #: Descriptions of newer checkpoints, which are damaged or not sound and stay as well.
     damaged: tuple[str, ...]
-    not_finite: tuple[str, ...]
+    unsound: tuple[str, ...]
     #: The checkpoints that stay.
     kept: tuple[Entry, ...]
     superfluous: tuple[Entry, ...]
@@ -125,14 +125,14 @@ def plan_pruning(root: Path, rule: Retention) -> PruningPlan:
         if found:
             raise CheckpointCorrupt("; ".join(found))
 
-    def refuse_lost(folder: Path) -> None:
+    def refuse_unsound(folder: Path) -> None:
         manifest = read_manifest(folder)
-        if manifest.not_finite is not None:
-            raise NotFinite(folder, manifest)
+        if not manifest.is_sound:
+            raise Unsound(folder, manifest)
         refuse_damage(folder)
 
-    search = newest_complete(lambda: find(root), refuse_lost)
-    if search.found is None and search.not_finite:
+    search = newest_complete(lambda: find(root), refuse_unsound)
+    if search.found is None and search.unsound:
         search = newest_complete(lambda: find(root), refuse_damage)
     wrong = tuple(search.damaged.values())
     if search.found is None:
@@ -141,7 +141,7 @@ def plan_pruning(root: Path, rule: Retention) -> PruningPlan:
     listed = entries(folder.parent, good=(folder.name,), damaged=[other.name for other in search.damaged])
     gone = superfluous(listed, rule)
     kept = tuple(entry for entry in listed if entry not in gone)
-    return PruningPlan(folder, wrong, tuple(search.not_finite.values()), kept, tuple(gone))
+    return PruningPlan(folder, wrong, tuple(search.unsound.values()), kept, tuple(gone))
 
 
 def leftovers(root: Path) -> Iterator[Path]:
@@ -164,8 +164,8 @@ class Exported:
     size: int
     #: Descriptions of newer checkpoints that are damaged.
     skipped: tuple[str, ...] = ()
-    #: Descriptions of newer checkpoints that are not finite, or of the requested one if it is not.
-    not_finite: tuple[str, ...] = ()
+    #: Descriptions of newer checkpoints that are not sound, or of the requested one if it is not.
+    unsound: tuple[str, ...] = ()
 
 
 def format_of(path: Path) -> Format | None:
@@ -182,7 +182,7 @@ def export(
     extra: str | None = None,
     overwrite: bool = False,
 ) -> Exported:
-    """Write the model of the newest complete and finite checkpoint into one file, which appears complete or not at all.
+    """Write the model of the newest complete and sound checkpoint into one file, which appears complete or not at all.
 
     Tensors keep their dtypes. Tied ones, which the checkpoint holds once, are in a safetensors file under each name.
 
@@ -191,12 +191,12 @@ def export(
         output: the file.
         format: ``"torch"``: a state dict that ``torch.load(…, weights_only=True)`` reads; ``"safetensors"``.
         extra: the name of an object of ``Checkpointer(extra=…)`` to export instead of the model.
-        step: export a checkpoint of this step, finite or not.
+        step: export a checkpoint of this step, sound or not.
         overwrite: replace an existing file.
 
     Raises:
         CheckpointCorrupt: none of them is complete.
-        CheckpointError: there are no checkpoints, or none that is finite; the file exists; there is no such
+        CheckpointError: there are no checkpoints, or none that is sound; the file exists; there is no such
             object; or its state does not fit the format.
         OSError: the file can't be written.
     """
@@ -206,10 +206,10 @@ def export(
     chosen = step is not None or _is_checkpoint(path.resolve())
 
     def read_state(folder: Path) -> tuple[str, Mapping[str, Any]]:
-        words = words_on_not_finite(folder, read_manifest(folder))
+        words = why_unsound(folder, read_manifest(folder))
         if extra is None:
-            return words, read_model(folder, only_finite=not chosen)
-        return words, _extra(folder, extra, only_finite=not chosen)
+            return words, read_model(folder, only_sound=not chosen)
+        return words, _extra(folder, extra, only_sound=not chosen)
 
     search = newest_complete(lambda: find(path, step=step), read_state)
     if search.found is None:
@@ -227,12 +227,12 @@ def export(
             )
     _write_whole(output, lambda path: _write(state, path, format))
     tensors = sum(isinstance(value, torch.Tensor) for value in state.values())
-    damaged, lost = tuple(search.damaged.values()), (*search.not_finite.values(), *([words] if words else []))
+    damaged, lost = tuple(search.damaged.values()), (*search.unsound.values(), *([words] if words else []))
     return Exported(output, source, format, tensors, output.stat().st_size, damaged, lost)
 
 
-def _extra(folder: Path, name: str, *, only_finite: bool) -> Mapping[str, Any]:
-    saved = read(folder, only_finite=only_finite).parts.get("extra", {})
+def _extra(folder: Path, name: str, *, only_sound: bool) -> Mapping[str, Any]:
+    saved = read(folder, only_sound=only_sound).parts.get("extra", {})
     if name not in saved:
         there = f"it has {', '.join(map(repr, saved))}" if saved else "it has none"
         raise CheckpointError(f"{folder}: no extra object {name!r} was saved; {there}")

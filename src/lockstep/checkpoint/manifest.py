@@ -69,6 +69,14 @@ class Manifest:
     #: File name -> names of tensors that hold NaN or infinities where finite values belong (Note [Finite] in
     #: ``finite.py``). None: there are none, or a version without this check wrote it.
     not_finite: dict[str, list[str]] | None = None
+    #: The ranks whose parameters were seen to differ from rank 0's, which are saved. None: no difference was seen, or a
+    #: version without this check wrote it.
+    apart: list[int] | None = None
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether a run resumes from it by itself: all its values are finite, and those of all ranks."""
+        return self.not_finite is None and self.apart is None
 
     def to_json(self) -> bytes:
         """Return the manifest file, with a digest of itself."""
@@ -77,7 +85,7 @@ class Manifest:
             for name, entry in self.files.items()
         }
         body = {"format": _FORMAT, **vars(self), "files": files}
-        for name in ("round", "hosts", "not_finite"):
+        for name in ("round", "hosts", "not_finite", "apart"):
             if body[name] is None:
                 del body[name]  # other jobs' manifests stay as earlier versions wrote and read them
         return json.dumps({**body, "digest": _digest_of(body)}, sort_keys=True).encode() + b"\n"
@@ -117,6 +125,9 @@ def _refuse_nonsense(manifest: Manifest) -> None:
     named = manifest.not_finite
     if named is not None and not (named and type(named) is dict and all(map(_are_names, named.values()))):
         raise ValueError("what is not finite is not named by file")
+    apart = manifest.apart
+    if apart is not None and not (apart and type(apart) is list and all(type(rank) is int for rank in apart)):
+        raise ValueError("the ranks that differed are not a list of ranks")
     if MODEL not in manifest.files:
         raise ValueError(f"it lists no {MODEL}")
 

@@ -46,6 +46,7 @@ class StateLayout:
         world_size: int = 1,
         judged: Callable[[str], bool] = is_of_an_optimizer,
         meant: Meant = NOTHING_MEANT,
+        ignored: frozenset[str] = frozenset(),
     ) -> StateLayout:
         """Lay a run's state out in files.
 
@@ -65,13 +66,14 @@ class StateLayout:
             world_size: how many ranks hold such a tree.
             judged: whether a tensor of a part should be finite, as parameters should, by its name in its file.
             meant: which parameters, and tensors of parts, need not be finite.
+            ignored: the parameters that replicas leave alone, so that each rank may hold its own.
 
         Raises:
             CheckpointError: something can't be written down.
         """
         tensors = {name: value for name, value in model.items() if isinstance(value, torch.Tensor)}
         bounded = meant.bounds(parameters)
-        files = [lay_out(MODEL, tensors, where="model", alike=parameters, judged=bounded)]
+        files = [lay_out(MODEL, tensors, where="model", alike=parameters - ignored, judged=bounded)]
         texts: dict[str, bytes] = {}
         others = {name: value for name, value in model.items() if name not in tensors}
         if others and is_main:
@@ -200,6 +202,11 @@ class WritePlan:
     apart: Mapping[str, tuple[int, ...]]
     #: On rank 0, every file with its parts and their writers; None on other ranks.
     files: Mapping[str, tuple[TensorPart, ...]] | None
+
+    @property
+    def parameters_apart(self) -> tuple[int, ...]:
+        """The ranks whose parameters are seen to differ from rank 0's."""
+        return self.apart.get(MODEL, ())
 
     @property
     def nbytes(self) -> int:

@@ -29,6 +29,7 @@ from lockstep.checkpoint.manifest import MAX_BYTES, MODEL, FileEntry, Manifest
 from lockstep.checkpoint.safetensors import LENGTH, Header, TensorSpan, header_length, parse_header
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.errors import CheckpointCorrupt, CheckpointError
+from lockstep.text import which_ranks
 
 Result = TypeVar("Result")
 
@@ -50,39 +51,42 @@ class Search(Generic[Result]):
     found: tuple[Path, Result] | None
     #: The damaged checkpoints that are newer than ``found``; all damaged ones if that is None.
     damaged: Damage
-    #: Likewise, the checkpoints that were passed over because they are not finite.
-    not_finite: Damage
+    #: Likewise, the checkpoints that were passed over because they are not sound.
+    unsound: Damage
 
     def nothing(self, root: Path, *, remedy: str) -> CheckpointError | None:
         """Return the error that none of a run's checkpoints can be taken; None if it has no checkpoints.
 
         Args:
             root: the run's folder.
-            remedy: how to take one that is not finite all the same.
+            remedy: how to take one that is not sound all the same.
         """
-        if self.not_finite:
-            words = "; ".join([*self.not_finite.values(), *self.damaged.values()])
-            return CheckpointError(f"no checkpoint in {root} is complete and finite: {words}; {remedy}")
+        if self.unsound:
+            words = "; ".join([*self.unsound.values(), *self.damaged.values()])
+            return CheckpointError(f"no checkpoint in {root} is complete and sound: {words}; {remedy}")
         if self.damaged:
             return CheckpointCorrupt(f"no checkpoint there is complete: {'; '.join(self.damaged.values())}")
         return None
 
 
-class NotFinite(CheckpointError):
-    """A checkpoint was passed over because it is not finite; see Note [Finite] in ``finite.py``."""
+class Unsound(CheckpointError):
+    """A checkpoint was passed over: it is not finite (Note [Finite] in ``finite.py``), or the ranks differed in it."""
 
-    code = "checkpoint-not-finite"
+    code = "checkpoint-unsound"
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        super().__init__(words_on_not_finite(folder, manifest))
+        super().__init__(why_unsound(folder, manifest))
         self.manifest = manifest
 
 
-def words_on_not_finite(folder: Path, manifest: Manifest) -> str:
-    """Return which values of a checkpoint are not finite, in words; empty if its manifest names none."""
-    if manifest.not_finite is None:
-        return ""
-    return f"{folder.name} holds values that are NaN or infinite, in {finite.in_words(manifest.not_finite)}"
+def why_unsound(folder: Path, manifest: Manifest) -> str:
+    """Return which values of a checkpoint are not finite and which ranks differed, in words; empty if it is sound."""
+    words = []
+    if manifest.not_finite is not None:
+        words.append(f"holds values that are NaN or infinite, in {finite.in_words(manifest.not_finite)}")
+    if manifest.apart is not None:
+        words.append(f"holds the parameters of rank 0, from which those of {which_ranks(manifest.apart)} differed")
+    return f"{folder.name} {' and '.join(words)}" if words else ""
 
 
 @dataclass(frozen=True)
@@ -98,41 +102,41 @@ class Contents:
 
 
 def read(
-    folder: Path, *, owners: Sequence[int] | None = None, only_finite: bool = False, on: Storage = POSIX
+    folder: Path, *, owners: Sequence[int] | None = None, only_sound: bool = False, on: Storage = POSIX
 ) -> Contents:
     """Read a complete checkpoint, verifying every byte.
 
     Args:
         folder: the checkpoint's folder, which must not be a link.
         owners: the users to whom the folder and its files may belong. None: any user.
-        only_finite: read no further than the manifest if it names values that are not finite.
+        only_sound: read no further than the manifest if that says that it is not sound.
         on: the file system.
 
     Raises:
-        NotFinite: the manifest names values that are not finite, and ``only_finite`` is on.
+        Unsound: the manifest says that it is not sound, and ``only_sound`` is on.
         CheckpointCorrupt: a file is missing, is not a plain file, belongs to another user, or has another size or
             digest; the message names the file and the tensor, what was expected and what was found.
         CheckpointGone: it has just been removed.
     """
     with _opened(folder, owners, on) as reader:
         reader.refuse_other_step()
-        if only_finite:
-            reader.refuse_not_finite()
+        if only_sound:
+            reader.refuse_unsound()
         files = reader.manifest.files
         names = [name.removesuffix(".json") for name in files if name.endswith(".json") and name != "model.json"]
         parts = {name: reader.part(name) for name in names}
         return Contents(folder, reader.manifest, reader.model(), parts)
 
 
-def read_model(folder: Path, *, only_finite: bool = False, on: Storage = POSIX) -> dict[str, Any]:
+def read_model(folder: Path, *, only_sound: bool = False, on: Storage = POSIX) -> dict[str, Any]:
     """Read and verify the model alone.
 
     Raises:
-        CheckpointCorrupt, NotFinite: as :func:`read`.
+        CheckpointCorrupt, Unsound: as :func:`read`.
     """
     with _opened(folder.resolve(), None, on) as reader:
-        if only_finite:
-            reader.refuse_not_finite()
+        if only_sound:
+            reader.refuse_unsound()
         return reader.model()
 
 
@@ -191,7 +195,7 @@ def read_tensors(path: Path, *, on: Storage = POSIX) -> dict[str, torch.Tensor]:
 def newest_complete(
     listing: Callable[[], Sequence[Path]], read: Callable[[Path], Result], *, strict: bool = False
 ) -> Search[Result]:
-    """Find the newest checkpoint that can be read; skip the damaged ones, and those that ``read`` finds not finite.
+    """Find the newest checkpoint that can be read; skip the damaged ones, and those that ``read`` finds unsound.
 
     Args:
         listing: returns the folders, newest first. It is called again if a folder was removed after it had been
@@ -213,17 +217,17 @@ def newest_complete(
 
 def _first_complete(listed: Sequence[Path], read: Callable[[Path], Result], strict: bool) -> Search[Result]:
     damaged: Damage = {}
-    not_finite: Damage = {}
+    unsound: Damage = {}
     for folder in listed:
         try:
-            return Search((folder, read(folder)), damaged, not_finite)
-        except NotFinite as error:
-            not_finite[folder] = str(error)
+            return Search((folder, read(folder)), damaged, unsound)
+        except Unsound as error:
+            unsound[folder] = str(error)
         except CheckpointCorrupt as error:
             if strict:
                 raise
             damaged[folder] = str(error)
-    return Search(None, damaged, not_finite)
+    return Search(None, damaged, unsound)
 
 
 @contextmanager
@@ -265,10 +269,10 @@ class _Reader:
         if step is not None and step != self.manifest.step:
             raise CheckpointCorrupt(f"{self._path}: holds step {self.manifest.step}: it has been renamed")
 
-    def refuse_not_finite(self) -> None:
-        """Refuse a checkpoint whose manifest names values that are not finite."""
-        if self.manifest.not_finite is not None:
-            raise NotFinite(self._path, self.manifest)
+    def refuse_unsound(self) -> None:
+        """Refuse a checkpoint whose manifest says that it is not sound."""
+        if not self.manifest.is_sound:
+            raise Unsound(self._path, self.manifest)
 
     def _refuse_foreign(self, opened: int, path: Path) -> None:
         owner = self._on.owner(opened)

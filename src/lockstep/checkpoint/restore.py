@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.checkpoint import folders, state
-from lockstep.checkpoint.read import Contents, NotFinite, Search, newest_complete, read, words_on_not_finite
+from lockstep.checkpoint.read import Contents, Search, Unsound, newest_complete, read, why_unsound
 from lockstep.checkpoint.state import RunState
 from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.together import together
@@ -33,8 +33,8 @@ class Restored:
     world_size: int
     #: The damage to each newer checkpoint that is damaged: file, what was expected and what was found.
     skipped: tuple[str, ...]
-    #: The values that are not finite in each newer checkpoint that holds such values.
-    not_finite: tuple[str, ...] = ()
+    #: What is wrong with each newer checkpoint that is not sound: values that are not finite, ranks that differed.
+    unsound: tuple[str, ...] = ()
 
 
 def restored(contents: Contents, search: Search[Contents]) -> Restored:
@@ -47,19 +47,19 @@ def restored(contents: Contents, search: Search[Contents]) -> Restored:
         in_epoch=manifest.in_epoch,
         world_size=manifest.world_size,
         skipped=tuple(search.damaged.values()),
-        not_finite=tuple(search.not_finite.values()),
+        unsound=tuple(search.unsound.values()),
     )
 
 
 def find(
-    root: Path, run: RunState, world: World, *, owners: Sequence[int], strict: bool, only_finite: bool, on: Storage
+    root: Path, run: RunState, world: World, *, owners: Sequence[int], strict: bool, only_sound: bool, on: Storage
 ) -> Search[Contents]:
     """**Collective.** Read the newest complete checkpoint that ``run`` can resume from. Changes nothing.
 
     Args:
         owners: the users to whom checkpoints may belong.
         strict: refuse a damaged checkpoint instead of looking for an older one.
-        only_finite: pass over those that are not finite.
+        only_sound: pass over those that are not sound.
 
     Raises:
         CheckpointCorrupt: the newest is damaged, and ``strict`` is on.
@@ -75,16 +75,16 @@ def find(
         return [root / name for name in listings[0]]
 
     def read_and_compare(folder: Path) -> Contents:
-        contents = read(folder, owners=owners, only_finite=only_finite, on=on)
+        contents = read(folder, owners=owners, only_sound=only_sound, on=on)
         ranks = contents.manifest.world_size
         state.refuse_malformed_rng(contents.parts.get("rng"), count=ranks, where=str(folder / "rng.json"))
         run.refuse_other(contents, world_size=world.world_size)
         return contents
 
-    def read_or_pass(folder: Path) -> Contents | NotFinite:
+    def read_or_pass(folder: Path) -> Contents | Unsound:
         try:
             return read_and_compare(folder)
-        except NotFinite as passed:  # the manifest decides that, and is compared between the ranks below
+        except Unsound as passed:  # the manifest decides that, and is compared between the ranks below
             return passed
 
     def read_together(folder: Path) -> Contents:
@@ -93,7 +93,7 @@ def find(
         )
         if any(manifest != manifests[0] for manifest in manifests):
             raise CheckpointError(f"the ranks see different checkpoints in {folder}: is it shared?")
-        if isinstance(contents, NotFinite):
+        if isinstance(contents, Unsound):
             raise contents
         return contents
 
@@ -132,10 +132,10 @@ def load_generators(contents: Contents, world: World) -> None:
 def words_on_differences(contents: Contents, search: Search[Contents], run: RunState, world: World) -> str:
     """Return the words on a run that does not resume exactly as it was; empty if it does."""
     words = []
-    if search.not_finite:
-        words.append(f"skipped newer checkpoints: {'; '.join(search.not_finite.values())}")
-    if contents.manifest.not_finite is not None:
-        words.append(words_on_not_finite(contents.folder, contents.manifest))
+    if search.unsound:
+        words.append(f"skipped newer checkpoints: {'; '.join(search.unsound.values())}")
+    if not contents.manifest.is_sound:
+        words.append(why_unsound(contents.folder, contents.manifest))
     if search.damaged:
         words.append(f"skipped damaged checkpoints: {'; '.join(search.damaged.values())}")
     saved, now = contents.manifest.world_size, world.world_size

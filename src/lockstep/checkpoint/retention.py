@@ -26,10 +26,10 @@ from lockstep.errors import CheckpointCorrupt
 class Retention:
     """The rule for which checkpoints a run keeps. A checkpoint stays if any of these criteria keeps it.
 
-    The newest one that is good always stays, whatever the rule says. A checkpoint that is not finite (Note [Finite] in
-    ``checkpoint/finite.py``) takes no other's place: the rule chooses among the finite ones as if it were not there.
-    Of those that are not finite the newest stays, or as many as finite ones are missing from ``last``, until they are
-    older than the last finite ones.
+    The newest one that is good always stays, whatever the rule says. A checkpoint that is not sound, because it is not
+    finite (Note [Finite] in ``checkpoint/finite.py``) or the ranks differed in it, takes no other's place: the rule
+    chooses among the sound ones as if it were not there. Of those that are not sound the newest stays, or as many as
+    sound ones are missing from ``last``, until they are older than the last sound ones.
     """
 
     #: How many of the last steps with checkpoints are kept. None: all of them; 0: only the newest.
@@ -65,21 +65,21 @@ class Entry:
     metric: float | None = None
     #: True if it is complete, False if it is damaged, None if it was not checked.
     good: bool | None = None
-    #: False if its manifest names tensors that are not finite.
-    finite: bool = True
+    #: False if its manifest says that it is not: values that are not finite, ranks that differed.
+    sound: bool = True
 
 
 def superfluous(entries: Iterable[Entry], rule: Retention) -> list[Entry]:
     """Choose the checkpoints that may go, oldest first.
 
-    The newest finite one known to be good never goes, nor does any newer than it: whether those are good is not known,
+    The newest sound one known to be good never goes, nor does any newer than it: whether those are good is not known,
     or they are damaged, which someone may want to look at. Without any known to be good, nothing goes. A damaged one
-    takes no place among the kept; it goes once it is older than the last ``rule.last``. Those that are not finite go as
+    takes no place among the kept; it goes once it is older than the last ``rule.last``. Those that are not sound go as
     :class:`Retention` says, once there is a newer one that is known to be good.
     """
     oldest_first = sorted(entries, key=_age)
-    usable = [entry for entry in oldest_first if entry.finite or entry.good is False]
-    lost = [entry for entry in oldest_first if not entry.finite and entry.good is not False]
+    usable = [entry for entry in oldest_first if entry.sound or entry.good is False]
+    lost = [entry for entry in oldest_first if not entry.sound and entry.good is not False]
     return sorted([*_superfluous_among(usable, rule), *_superfluous_lost(lost, usable, rule)], key=_age)
 
 
@@ -88,7 +88,7 @@ def _age(entry: Entry) -> tuple[int, int]:
 
 
 def _superfluous_among(oldest_first: list[Entry], rule: Retention) -> list[Entry]:
-    """Choose among the checkpoints that are finite or damaged."""
+    """Choose among the checkpoints that are sound or damaged."""
     good = [number for number, entry in enumerate(oldest_first) if entry.good]
     if not good:
         return []
@@ -104,20 +104,20 @@ def _superfluous_among(oldest_first: list[Entry], rule: Retention) -> list[Entry
 
 
 def _superfluous_lost(lost: list[Entry], usable: list[Entry], rule: Retention) -> list[Entry]:
-    """Choose among the checkpoints that are not finite.
+    """Choose among the checkpoints that are not sound.
 
     Args:
-        lost: the checkpoints that are not finite, oldest first.
+        lost: the checkpoints that are not sound, oldest first.
         usable: all others, oldest first.
     """
     known = max((_age(entry) for entry in (*lost, *usable) if entry.good), default=(-1, 0))
-    finite = list({entry.step: entry for entry in usable if entry.good is not False}.values())
-    places = len(lost) if rule.last is None else max(1, rule.last - len(finite))
+    sound = list({entry.step: entry for entry in usable if entry.good is not False}.values())
+    places = len(lost) if rule.last is None else max(1, rule.last - len(sound))
     kept = {entry.name for entry in list({entry.step: entry for entry in lost}.values())[-places:]}
     if rule.every is not None:
         kept |= {entry.name for entry in lost if entry.step % rule.every == 0}
-    oldest_of_the_last = _oldest_of_the_last(finite, rule) if finite else -math.inf
-    replaced = {entry.step: _age(entry) for entry in finite if _age(entry) <= known}  # by a later save of that step
+    oldest_of_the_last = _oldest_of_the_last(sound, rule) if sound else -math.inf
+    replaced = {entry.step: _age(entry) for entry in sound if _age(entry) <= known}  # by a later save of that step
     return [
         entry
         for entry in lost
@@ -180,7 +180,7 @@ def entries(
     Args:
         root: the run's folder.
         good, damaged: names of the folders that are known to be so. One without a manifest is damaged.
-        enough: once this many steps of finite ones have been seen, newest first, read no manifest that a rule by steps
+        enough: once this many steps of sound ones have been seen, newest first, read no manifest that a rule by steps
             alone can do without; None: read them all. A checkpoint whose manifest can't be read is damaged.
         on: the file system.
     """
@@ -188,24 +188,24 @@ def entries(
     listed = folders.checkpoints(root, on=on)
     saves = Counter(map(folders.step_of, listed))
     newest = max((folders.age(folder) for folder in listed if folder.name in good), default=(-1, 0))
-    seen: set[int] = set()  # steps of the finite checkpoints that the rule chooses among
+    seen: set[int] = set()  # steps of the sound checkpoints that the rule chooses among
     for folder in listed:
         known = True if folder.name in good else False if folder.name in damaged else None
         step, revision = folders.age(folder)
-        metric, finite = None, True
+        metric, sound = None, True
         try:
             if enough is None or len(seen) < enough or saves[step] > 1:  # to decide which save of a step counts
                 manifest = read_manifest(folder, on=on)
-                metric, finite = manifest.metric, manifest.not_finite is None
+                metric, sound = manifest.metric, manifest.is_sound
             elif not (folder / MANIFEST).is_file():
                 known = False
         except CheckpointCorrupt:
             known = False
         except CheckpointGone:
             continue  # another process has removed it
-        if finite and known is not False and (step, revision) <= newest:
+        if sound and known is not False and (step, revision) <= newest:
             seen.add(step)
-        found.append(Entry(folder.name, step, revision, metric, known, finite))
+        found.append(Entry(folder.name, step, revision, metric, known, sound))
     return found
 
 
@@ -234,7 +234,7 @@ def prune(root: Path, newest: Path, rule: Retention, *, damaged: Collection[str]
     Checkpoints of later steps are left alone, and so are those that a process is reading. A failure is a warning: the
     new checkpoint is safe, and failing the save for an old one's sake would be wrong.
     """
-    # Checkpoints older than the last finite ones go, finite or not, unless their step says otherwise.
+    # Checkpoints older than the last sound ones go, sound or not, unless their step says otherwise.
     enough = None if rule.best > 0 else 0 if rule.last is None else max(1, rule.last)
     try:
         there = entries(root, good=(newest.name,), damaged=damaged, enough=enough, on=on)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.locks import RunLock, taken
-from lockstep.checkpoint.read import find_damage, read_manifest, words_on_not_finite
+from lockstep.checkpoint.read import find_damage, read_manifest, why_unsound
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.errors import CheckpointError
 from lockstep.text import listed
@@ -51,7 +51,7 @@ def rewind(root: Path, step: int, *, dry_run: bool = False, on: Storage = POSIX)
         on: the file system.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged or not finite, so that no run would resume from
+        CheckpointError: there is no such checkpoint, or it is damaged or not sound, so that no run would resume from
             it; a job owns the folder; or a process reads a checkpoint that is to be set aside.
         OSError: a folder can't be renamed.
     """
@@ -98,9 +98,9 @@ def _choose(root: Path, step: int, on: Storage) -> tuple[Path, list[Path]]:
     if damage:
         raise CheckpointError(f"no run would resume from step {step}, so nothing was set aside: {'; '.join(damage)}")
     manifest = read_manifest(target)
-    if manifest.not_finite is not None:
+    if not manifest.is_sound:
         raise CheckpointError(
-            f"no run would resume from step {step}, so nothing was set aside: {words_on_not_finite(target, manifest)}"
+            f"no run would resume from step {step}, so nothing was set aside: {why_unsound(target, manifest)}"
         )
     return target, [each for each in found if folders.age(each) > folders.age(target)]
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from lockstep import callsite, knobs
+from lockstep._torch import IGNORED_BY_DDP
 from lockstep.checkpoint import finite, folders, state
 from lockstep.checkpoint.encoding import PIECE, encode, new_digest
 from lockstep.checkpoint.folders import MANIFEST
@@ -114,6 +115,7 @@ def _lay_out(run: RunState, world: World, meant: finite.Meant) -> StateLayout:
         world_size=world.world_size,
         judged=run.judges(),
         meant=run.without_trained(meant),
+        ignored=frozenset(map(plain, getattr(model, IGNORED_BY_DDP, None) or ())),
     )
 
 
@@ -121,11 +123,16 @@ def words_on_drift(plan: WritePlan) -> str:
     """Return a warning if replicas differ; empty if they do not."""
     if not plan.apart:
         return ""
+    then = (
+        "No checkpoint in which no difference was seen is removed for this one, and a run resumes from the newest of "
+        "those: stop this run and start it again to do so"
+        if plan.parameters_apart
+        else "An earlier checkpoint may hold what all ranks had: lockstep checkpoint rewind goes back to it"
+    )
     where = "; ".join(f"{file} on {which_ranks(ranks)}" for file, ranks in plan.apart.items())
     return (
         "the replicas have drifted apart: other ranks hold other values, or other tensors, than rank 0, so rank 0's "
-        f"are saved, and a resumed run will not repeat this one bit for bit ({where}). An earlier checkpoint may hold "
-        "what all ranks had: lockstep checkpoint rewind goes back to it"
+        f"are saved, and a resumed run will not repeat this one bit for bit ({where}). {then}"
     )
 
 
@@ -169,7 +176,8 @@ def write(
         check()
         entries = plan.entries([own.digests for own in written])
         not_finite = plan.not_finite([own.beyond for own in written])
-        path = draft.commit(_manifest(moment, peers.world_size, entries, not_finite))
+        apart = list(plan.parameters_apart) or None
+        path = draft.commit(_manifest(moment, peers.world_size, entries, not_finite=not_finite, apart=apart))
         tidy(path)
         if not_finite:
             callsite.warn(_words_on_not_finite(path, not_finite), RuntimeWarning)
@@ -191,7 +199,7 @@ def write(
             draft.discard()
         raise
     name, not_finite = told[0]
-    return Saved(root / str(name), not_finite)
+    return Saved(root / str(name), is_sound=not not_finite and not plan.parameters_apart)
 
 
 @dataclass(frozen=True)
@@ -199,21 +207,26 @@ class Saved:
     """A checkpoint that has been written; the same on every rank."""
 
     folder: Path
-    #: The ``not_finite`` of its manifest.
-    not_finite: dict[str, list[str]] | None
+    #: The ``is_sound`` of its manifest.
+    is_sound: bool
 
 
 def _words_on_not_finite(path: Path, not_finite: dict[str, list[str]]) -> str:
     return (
         f"the checkpoint {path.name} holds values that are NaN or infinite, in {finite.in_words(not_finite)}: no "
-        f"finite checkpoint in {path.parent} is removed for it, and a run resumes from the newest finite one; stop "
+        f"sound checkpoint in {path.parent} is removed for it, and a run resumes from the newest sound one; stop "
         "this run and start it again to do so (with check_finite='step', the default of lockstep.replicate, a gradient "
         "that is not finite is named by rank and parameter)"
     )
 
 
 def _manifest(
-    moment: Moment, world_size: int, files: dict[str, FileEntry], not_finite: dict[str, list[str]] | None
+    moment: Moment,
+    world_size: int,
+    files: dict[str, FileEntry],
+    *,
+    not_finite: dict[str, list[str]] | None,
+    apart: list[int] | None,
 ) -> Manifest:
     return Manifest(
         step=moment.step,
@@ -232,6 +245,7 @@ def _manifest(
         },
         files=dict(sorted(files.items())),
         not_finite=not_finite,
+        apart=apart,
     )
 
 

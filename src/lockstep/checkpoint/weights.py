@@ -25,7 +25,7 @@ from lockstep.checkpoint.read import (
     read_manifest,
     read_model,
     read_tensors,
-    words_on_not_finite,
+    why_unsound,
 )
 from lockstep.checkpoint.state import refuse_unreplicated
 from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
@@ -70,7 +70,7 @@ def load_weights(
     ``_orig_mod.``, before or within them) make no difference, neither in the file nor in the model.
 
     Args:
-        path: the folder of a run (its newest complete and finite checkpoint is taken), the folder of one checkpoint, a
+        path: the folder of a run (its newest complete and sound checkpoint is taken), the folder of one checkpoint, a
             ``.safetensors`` file, or a file from ``torch.save`` of a state dict, or of a dict that has one under
             ``model_state_dict``, ``state_dict`` or ``model``. Or a folder that Hugging Face's libraries wrote (a
             model's, a snapshot in their cache, one of accelerate's ``save_state``): ``model.safetensors`` goes before
@@ -174,18 +174,18 @@ def _refuse_key(key: str | None, path: Path, why: str) -> None:
 
 
 def _newest(folder: Path) -> tuple[Path, Mapping[str, Any]]:
-    search = newest_complete(lambda: folders.checkpoints(folder), lambda each: read_model(each, only_finite=True))
+    search = newest_complete(lambda: folders.checkpoints(folder), lambda each: read_model(each, only_sound=True))
     if search.found is None:
         gone = CheckpointError(f"{folder}: its checkpoints have just been removed")
         raise search.nothing(folder, remedy="give the path of one of them to load it all the same") or gone
-    skipped = [*search.not_finite.values(), *search.damaged.values()]
+    skipped = [*search.unsound.values(), *search.damaged.values()]
     if skipped:
         callsite.warn(f"{search.found[0]} is loaded; skipped: {'; '.join(skipped)}", RuntimeWarning)
     return search.found
 
 
 def _chosen(folder: Path) -> tuple[Path, Mapping[str, Any]]:
-    words = words_on_not_finite(folder, read_manifest(folder))
+    words = why_unsound(folder, read_manifest(folder))
     state = read_model(folder)
     if words:
         callsite.warn(f"{folder} is loaded, but {words}", RuntimeWarning)

@@ -61,8 +61,8 @@ def ls(folder: Path, as_json: bool) -> None:
         for summary in found:
             if summary.damage is not None:
                 console.print(f"damaged: {summary.damage}", markup=False)
-            if summary.not_finite:
-                console.print(f"not finite: {summary.not_finite}", markup=False)
+            if summary.unsound:
+                console.print(f"not sound: {summary.unsound}", markup=False)
         for path in inspect.leftovers(folder):
             console.print(f"unfinished: {path.name}", markup=False)
         owner = owner_of(folder)
@@ -86,7 +86,7 @@ def _about(summary: CheckpointSummary) -> dict[str, Any]:
         "bytes": None if manifest is None else summary.size,
         "saved": None if manifest is None else manifest.written,
         "damage": summary.damage,
-        "not_finite": summary.not_finite or None,
+        "unsound": summary.unsound or None,
     }
 
 
@@ -142,9 +142,7 @@ def show(folder: Path, step: int | None, as_json: bool) -> None:
         table.add_row("step", str(manifest.step))
         table.add_row("resumes in epoch", epoch)
         table.add_row("metric", "none" if manifest.metric is None else repr(manifest.metric))
-        table.add_row(
-            "values", f"not finite: {summary.not_finite}" if summary.not_finite else "none known as not finite"
-        )
+        table.add_row("sound", f"no: {summary.unsound}" if summary.unsound else "as far as known")
         table.add_row("saved", f"{manifest.written} by {counted(manifest.world_size, 'rank')}")
         table.add_row("with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
         console.print(table)
@@ -171,7 +169,8 @@ def show(folder: Path, step: int | None, as_json: bool) -> None:
 def verify(folder: Path, step: int | None, as_json: bool) -> None:
     """Read the checkpoints of a run completely and compare them with their digests.
 
-    The exit code is 1 if a checkpoint is damaged. NaN and infinite values are reported, but are no damage.
+    The exit code is 1 if a checkpoint is damaged. Those that are not sound (NaN or
+    infinite values, ranks that differed) are reported, but that is no damage.
     """
     with errors():
         from lockstep.checkpoint import inspect
@@ -185,9 +184,9 @@ def verify(folder: Path, step: int | None, as_json: bool) -> None:
                 told.append({**_about(inspect.glance(each)), "complete": not wrong, "damage": wrong})
                 continue
             console.print(f"{each.name}: {'damaged' if wrong else 'complete'}", markup=False)
-            not_finite = inspect.glance(each).not_finite
-            if not_finite:
-                console.print(f"  not finite: {not_finite}", markup=False)
+            unsound = inspect.glance(each).unsound
+            if unsound:
+                console.print(f"  not sound: {unsound}", markup=False)
             for line in wrong:
                 console.print(f"  {line}", markup=False)
         if as_json:
@@ -223,7 +222,7 @@ def prune(
 ) -> None:
     """Remove all checkpoints of a run except those that an option keeps.
 
-    The newest complete checkpoint with finite values is always kept, and so are newer ones and those that a process is
+    The newest complete and sound checkpoint is always kept, and so are newer ones and those that a process is
     reading. It is safe to prune while a job is training in the folder.
     """
     with errors():
@@ -235,8 +234,8 @@ def prune(
         root = plan.newest.parent
         for line in () if as_json else plan.damaged:
             console.print(f"damaged, kept: {line}", markup=False)
-        for line in () if as_json else plan.not_finite:
-            console.print(f"not finite, kept: {line}", markup=False)
+        for line in () if as_json else plan.unsound:
+            console.print(f"not sound, kept: {line}", markup=False)
         if dry_run:
             done = Pruned(tuple(root / entry.name for entry in plan.superfluous))
         else:
@@ -250,7 +249,7 @@ def prune(
                 "failed": [{"name": path.name, "why": str(why)} for path, why in done.failed],
                 "kept": [entry.name for entry in plan.kept],
                 "damaged": plan.damaged,
-                "not_finite": plan.not_finite,
+                "unsound": plan.unsound,
             }
             print_json("checkpoint.prune", told)
             sys.exit(1 if done.failed else 0)
@@ -321,7 +320,7 @@ def export(folder: Path, output: Path, step: int | None, format_: Any, extra: st
     """Export the model of a checkpoint to one file, OUTPUT.
 
     OUTPUT is a .safetensors file, or a torch file (.pt, .pth) that torch.load(weights_only=True) reads. Every byte is
-    verified. Without --step, the newest checkpoint that is complete and has finite values is exported; newer ones are
+    verified. Without --step, the newest checkpoint that is complete and sound is exported; newer ones are
     named.
     """
     with errors():
@@ -334,9 +333,9 @@ def export(folder: Path, output: Path, step: int | None, format_: Any, extra: st
         done = inspect.export(folder, output, format=chosen, step=step, extra=extra, overwrite=force)
         for line in done.skipped:
             click.echo(f"skipped, damaged: {line}", err=True)
-        for line in done.not_finite:
+        for line in done.unsound:
             taken = line.startswith(f"{done.source.name} ")
-            click.echo(f"{'exported, though' if taken else 'skipped, not finite:'} {line}", err=True)
+            click.echo(f"{'exported, though' if taken else 'skipped, not sound:'} {line}", err=True)
         size = as_size(done.size)
         click.echo(f"{done.path}: {done.tensors} tensors of {done.source.name}, {size}, for {done.format}")
 

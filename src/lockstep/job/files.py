@@ -129,13 +129,13 @@ class StopNote:
     step: int
     #: The checkpoint's folder.
     folder: str
-    #: True if the checkpoint's values are finite; a run does not resume by itself from one that holds NaN.
-    finite: bool = True
+    #: True if the checkpoint is sound; a run does not resume by itself from one with NaN, or in which ranks differed.
+    sound: bool = True
 
     def describe(self) -> str:
         """Return a phrase that tells where the run can resume."""
         where = f"saved at step {self.step} in {self.folder}"
-        return where if self.finite else f"{where}, which is not finite: a run resumes from the newest one that is"
+        return where if self.sound else f"{where}, which is not sound: a run resumes from the newest one that is"
 
     def write_once(self, job_folder: str | Path) -> None:
         """Write the note, completely or not at all, unless another rank of this machine has."""

@@ -187,7 +187,7 @@ def test_a_call_of_one_rank_alone_is_named(name: str, before: str, call: str, ba
 
 _EPOCHS = """
 import torch, lockstep
-w = lockstep.init({backend!r}, timeout=8)
+w = lockstep.init({backend!r}, timeout={timeout})
 model = lockstep.replicate(torch.nn.Linear(2, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = lockstep.shard(torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=4))
@@ -201,11 +201,10 @@ for epoch in saved.epochs({epochs}):
 """
 
 
-# (Before the last epoch the other rank is in a forward or backward; over gloo the one whose wait ends first ends both.)
 @pytest.mark.parametrize(("epochs", "backend"), [(1, "shm"), (1, "gloo"), (2, "shm")])
 def test_a_save_of_rank_0_alone_is_named_in_any_epoch(epochs: int, backend: str, tmp_path: Path) -> None:
     """After the last epoch the other rank asks whether somebody is to stop, which is an exchange of records, too."""
-    (tmp_path / "train.py").write_text(_EPOCHS.format(backend=backend, epochs=epochs))
+    (tmp_path / "train.py").write_text(_EPOCHS.format(backend=backend, epochs=epochs, timeout=8))
     done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True)
     assert done.code == 1
     assert "Checkpointer.save() is for all ranks" in done.err
@@ -261,3 +260,17 @@ def test_an_early_ctrl_c_leaves_no_traceback(after: int, tmp_path: Path) -> None
     os.kill(process.pid, signal.SIGINT)
     rest = process.communicate(timeout=LIMIT)[1]
     assert (process.returncode, "Traceback" in rest) == (130, False)
+
+
+def test_a_save_of_rank_0_alone_is_named_while_both_wait_over_gloo(tmp_path: Path) -> None:
+    """Before the last epoch the other rank is in a backward. Neither wait ends; a save's minutes are for work."""
+    (tmp_path / "train.py").write_text(_EPOCHS.format(backend="gloo", epochs=2, timeout=1800))
+    with start(["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True, LOCKSTEP_LATE="1") as job:
+        said = ""
+        while "next:" not in said and job.process.poll() is None:
+            said += job.read_error()
+        os.kill(job.pid, signal.SIGKILL)
+    assert "all ranks have waited for" in said
+    assert "it waits in averaging gradients at" in said
+    assert "rank 0 waits in Checkpointer.save(): exchanging records" in said
+    assert "Checkpointer.save() is for all ranks: every rank must call it" in said

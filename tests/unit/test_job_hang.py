@@ -118,6 +118,17 @@ def test_all_wait() -> None:
     assert _compare(_waits(0, 61), _waits(1, 61), whole=False) is not None
 
 
+@pytest.mark.parametrize("phase", [Phase.SAVE, Phase.RESTORE, Phase.EVALUATE, Phase.COMPILE])
+def test_where_all_wait_no_work_of_a_phase_takes_the_time(phase: Phase) -> None:
+    saves = Seen(1, _look(phase, waiting=True), moved=NOW - 6)
+    verdict = _compare(_waits(0, 6), saves)
+    assert verdict is not None
+    assert verdict.kind is HangKind.APART
+    here = replace(saves, moved=NOW - 70)
+    may_last = phase is not Phase.EVALUATE  # what the ranks of another machine do is not known
+    assert (_compare(_waits(0, 70), here, whole=False) is None) == may_last
+
+
 def test_nobody_moves_and_nobody_is_known_to_wait() -> None:
     verdict = _compare(_works(0, 6), _works(1, 6))
     assert verdict is not None

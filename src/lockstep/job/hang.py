@@ -30,8 +30,8 @@ a model's forwards) raises no alarm as long as it moves.
 Before the report the stacks of all ranks are looked at. A late rank that sits in a debugger is left alone; one that
 computes in a model outside of a step (an average of weights on rank 0, say) evaluates, and has its minute.
 
-If all ranks stand still, all are named. If all ranks wait, none is late: they wait in different collectives, or for
-another machine (reported after a minute). If none is known to wait and none moves, their stacks tell which of them
+If all ranks stand still, all are named. If all ranks wait, none is late: they wait in different collectives, which
+no work of a save or of an evaluation explains, or for another machine (reported after a minute). If none is known to wait and none moves, their stacks tell which of them
 wait; see :func:`settle`.
 
 Note [The launcher's clock]
@@ -257,8 +257,11 @@ class StepTimes:
         return statistics.median(self._times) if self._times else 0.0
 
 
-def patience(seen: Seen, *, usual: float, shortest: float) -> float:
-    """Return the seconds that a rank may hold up others without a sign of life; see Note [Late or slow]."""
+def patience(seen: Seen, *, usual: float, shortest: float, works: bool = True) -> float:
+    """Return the seconds that a rank may hold up others without a sign of life; see Note [Late or slow].
+
+    ``works`` is False where all ranks of the job wait: none of them writes, evaluates or compiles meanwhile.
+    """
     look, phase = seen.look, seen.look.mark.phase
     if seen.standstill in HALTS:
         return shortest
@@ -266,9 +269,9 @@ def patience(seen: Seen, *, usual: float, shortest: float) -> float:
         return math.inf
     if seen.standstill is not None and look.mark.waiting:
         return usual  # in a collective there is no work of its own that might take long
-    if (look.steps or 0) < WARM or phase in (Phase.EVALUATE, Phase.LEAVING):
+    if (look.steps or 0) < WARM or phase is Phase.LEAVING or (phase is Phase.EVALUATE and works):
         usual = max(usual, WARMING_UP)
-    if phase in (Phase.SAVE, Phase.RESTORE, Phase.COMPILE):
+    if works and phase in (Phase.SAVE, Phase.RESTORE, Phase.COMPILE):
         usual = max(usual, LONG)
     return usual
 
@@ -312,7 +315,8 @@ def compare(
     if not late:
         if any(seen.look.reason for seen in ranks):
             return None
-        limit = max(0.0 if whole else WARMING_UP, *map(limit_of, ranks))
+        limits = [patience(seen, usual=usual, shortest=shortest, works=not whole) for seen in ranks]
+        limit = max(0.0 if whole else WARMING_UP, *limits)
         return HangVerdict(HangKind.APART, (), tuple(waits), since) if now - since > limit else None
     overdue = [seen for seen in late if seen.exit_code is None and _is_overdue(seen, limit_of(seen), since, now)]
     if any(seen.exit_code is None and seen not in overdue for seen in late):

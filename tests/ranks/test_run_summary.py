@@ -325,3 +325,41 @@ def test_all_that_tells_of_a_run_tells_the_same(tmp_path: Path) -> None:
     assert again["steps"] == 690
     assert again["step"] == pytest.approx(summary["step"], rel=0.1)
     assert again["straggler"]["rank"] == 1
+
+
+_NAN_STEPS = """
+import math, warnings
+import torch, lockstep
+warnings.simplefilter("ignore")
+world = lockstep.init()
+model = lockstep.replicate(torch.nn.Linear(4, 2, bias=False), check_finite={check!r})
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+saved = lockstep.Checkpointer("run", model=model, optimizer=optimizer)
+if {resumes}:
+    saved.restore()
+for step in range(1, 9):
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 4)).sum()
+    (loss * math.nan if step in (4, 6) and world.rank == 1 else loss).backward()
+    optimizer.step()
+if not {resumes}:
+    saved.save()
+"""
+
+
+@pytest.mark.parametrize("check", ["step", "skip"])
+def test_steps_that_were_left_out_are_in_the_summary_and_in_the_record(check: str, tmp_path: Path) -> None:
+    """By the count of the whole run: 8 of the run before, where the run resumes."""
+    for resumes, first, last in ((False, 4, 6), (True, 12, 14)):
+        program = _NAN_STEPS.format(check=check, resumes=resumes)
+        (tmp_path / "train.py").write_text(program)
+        logs = f"logs-{resumes}"
+        command = ["lockstep", "run", "-n", "2", "--log-dir", logs, "train.py"]
+        done = run(command, tmp_path, torch=True, LOCKSTEP_QUIET="")
+        assert done.code == 0, done
+        words = (
+            "2 steps left out, since averaged gradients were infinite or NaN: "
+            f"the first was step {first} (of 'weight' on rank 1), the last step {last}"
+        )
+        assert words in done.err.splitlines(), done.err
+        assert history.read(tmp_path / logs).remarks == [words]

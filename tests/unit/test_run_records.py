@@ -32,6 +32,7 @@ from lockstep.runs.record import Recorder, RunEnd
 from lockstep.runs.series import COLUMNS, Series, SeriesWriter
 from lockstep.tools import comparison
 from tests.recorded import write_record, write_series
+from tests.schemas import holds
 
 
 def _row(steps: float, **columns: float) -> list[float]:
@@ -208,6 +209,26 @@ def test_numbers_that_are_not_finite_are_told_of(
         (tmp_path / "run" / "run.json").write_text(json.dumps(about))
         with pytest.raises(UnknownRun, match=r"the record is damaged: nonfinite\.loss"):
             history.read(tmp_path / "run")
+
+
+def test_steps_that_were_left_out_are_told_of(tmp_path: Path, clock: _Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = _record(tmp_path / "run", clock, step=0.1, end=False)
+    monkeypatch.setenv("LOCKSTEP_JOB_DIR", str(tmp_path / "run"))
+    because = "left out, since averaged gradients were infinite or NaN:"
+    notes.tell(notes.LEFT_OUT, step=1_041, of="of 'fc.weight' on rank 1")
+    assert recorder.remarks() == [f"1 step {because} it was step 1,041 (of 'fc.weight' on rank 1)"]
+    notes.tell(notes.LEFT_OUT, step=1_050, of="of 'fc.bias' on rank 0")
+    recorder.end(exit_code=0, summary=None, peaks={})
+    run = history.read(tmp_path / "run")
+    first = "the first was step 1,041 (of 'fc.weight' on rank 1)"
+    assert run.remarks == [f"2 steps {because} {first}, the last step 1,050"]
+    explained = CliRunner().invoke(main, ["runs", "explain", str(tmp_path / "run"), "--json"])
+    assert holds(explained.stdout, "lockstep.runs.explain/1")["left_out"] == {
+        "steps": 2,
+        "first_step": 1041,
+        "last_step": 1050,
+        "of": "of 'fc.weight' on rank 1",
+    }
 
 
 def test_a_run_that_fails_before_its_first_step_is_the_newest(tmp_path: Path, clock: _Clock) -> None:

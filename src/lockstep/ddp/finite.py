@@ -22,6 +22,7 @@ from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.options import CheckFinite
 from lockstep.ddp.rider import BackwardState
 from lockstep.errors import NonFiniteGradient
+from lockstep.job import flight, notes
 from lockstep.text import listed
 
 #: Number of steps skipped in a row at which training stops with an error.
@@ -38,6 +39,17 @@ def words_for(found: Mapping[int, Sequence[str]]) -> str:
     return "; ".join(
         f"of {listed([f'{name!r}' for name in names], most=5)} on rank {rank}" for rank, names in sorted(found.items())
     )
+
+
+def note_left_out(found: Mapping[int, Sequence[str]], bad: Sequence[str] = ()) -> None:
+    """**Rank 0.** Leave a note for the run's record that the step under way is left out on all ranks.
+
+    Args:
+        found: rank -> the parameters whose gradients were not finite there, as far as it is known.
+        bad: the parameters whose averages are not.
+    """
+    of = words_for(found) if found else f"of {listed([*map(repr, bad)], most=5)}"
+    notes.tell(notes.LEFT_OUT, step=flight.current.step, of=of)
 
 
 class FiniteCheck:
@@ -119,7 +131,8 @@ class FiniteCheck:
                 f"{what}. Every rank stops here, before the optimizer's step. Look at that rank's batch and loss, or "
                 "lower the learning rate"
             )
-        concerned = dist.get_rank(self._group) in (0, *found)  # the others' warnings would be the same
+        rank = dist.get_rank(self._group)
+        concerned = rank in (0, *found)  # the others' warnings would be the same
         if self._policy == "warn":
             if concerned:
                 callsite.warn(f"{what}. The average is not finite either, on all ranks", RuntimeWarning)
@@ -130,6 +143,8 @@ class FiniteCheck:
                 f"{what}. That was the {MOST_SKIPPED}th step in a row that was skipped, so training stops here: the "
                 "parameters may hold such values already. Resume from a checkpoint, or lower the learning rate"
             )
+        if rank == 0:
+            note_left_out(found)
         if concerned:
             callsite.warn(
                 f"{what}. No gradient is left on any rank, so the optimizer's step changes nothing", RuntimeWarning

@@ -37,7 +37,7 @@ from lockstep import accelerator, callsite
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.looks import total_of
 from lockstep.ddp.bucket import SMALL, Bucket
-from lockstep.ddp.finite import MOST_SKIPPED, is_finite, words_for
+from lockstep.ddp.finite import MOST_SKIPPED, is_finite, note_left_out, words_for
 from lockstep.ddp.rider import BackwardState
 from lockstep.ddp.stepping import alert, alerted, leave_out, params_of, quiet, watch_steps
 from lockstep.errors import NonFiniteGradient
@@ -256,8 +256,11 @@ class StepGuard:
             what = f"{what}, because the gradients {words_for(found)} are"
         else:  # the sum overflowed, a comm hook returned it, or each rank had several slices
             what = f"{what}, in {listed([*map(repr, bad)], most=5)}"
-        self._in_a_row += not self._is_counted
-        self._is_counted = True
+        if not self._is_counted:  # (more than one optimizer may step after a backward)
+            self._in_a_row += 1
+            self._is_counted = True
+            if self._rank == 0:
+                note_left_out(found, bad)
         if self._in_a_row == MOST_SKIPPED:
             raise NonFiniteGradient(
                 f"{what}. That was the {MOST_SKIPPED}th step in a row to be left out, so training stops here. Look at "

@@ -120,6 +120,12 @@ class Flight:
         self._cells[_MARK] = next(_over[_OPTIMIZER])
 
     @property
+    def step(self) -> int:
+        """Return the number of the step under way, from 1: of the whole run if a Checkpointer counts its steps, else of
+        this process."""
+        return self._cells[Cell.RUN_STEPS] or max(1, self._cells[_STEPS])
+
+    @property
     def samples(self) -> int:
         """Samples of all steps so far; 0: they are not counted."""
         return self._cells[_SAMPLES]

@@ -30,9 +30,9 @@ a model's forwards) raises no alarm as long as it moves.
 Before the report the stacks of all ranks are looked at. A late rank that sits in a debugger is left alone; one that
 computes in a model outside of a step (an average of weights on rank 0, say) evaluates, and has its minute.
 
-If all ranks stand still, all are named. If all ranks wait, none is late: they wait in different collectives, which
-no work of a save or of an evaluation explains, or for another machine (reported after a minute). If none is known to wait and none moves, their stacks tell which of them
-wait; see :func:`settle`.
+If all ranks stand still, all are named. If all ranks wait, none is late: they wait in different collectives, which no
+work of a save or of an evaluation explains, or for another machine (reported after a minute). If none is known to wait
+and none moves, their stacks tell which of them wait; see :func:`settle`.
 
 Note [The launcher's clock]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~

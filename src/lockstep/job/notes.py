@@ -19,8 +19,10 @@ from lockstep.job.files import JobFiles
 
 #: Kinds of notes: a checkpoint is complete, with its step; a log is written to, with its path; numbers of a name were
 #: infinite or NaN, with the step of the first, and "alone" (1: the line has no other numbers, 0: it has); a rank's log
-#: can't be written any more, with the rank and why; FLOPs were not counted, or not all of them, with why.
+#: can't be written any more, with the rank and why; FLOPs were not counted, or not all of them, with why; a step was
+#: left out because its averaged gradients were not finite, with its number and whose gradients it came from.
 CHECKPOINT, LOG, NONFINITE, UNWRITTEN, FLOPS = "checkpoint", "log", "nonfinite", "unwritten", "flops"
+LEFT_OUT = "left out"
 
 
 def unwritten(rank: int, why: str) -> str:

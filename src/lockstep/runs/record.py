@@ -17,10 +17,11 @@ from lockstep._files import write_whole
 from lockstep.codes import CodedEnum
 from lockstep.job.account import Progress
 from lockstep.job.files import EXIT_SAVED
-from lockstep.job.notes import CHECKPOINT, FLOPS, LOG, NONFINITE, UNWRITTEN, Notes, unwritten
+from lockstep.job.notes import CHECKPOINT, FLOPS, LEFT_OUT, LOG, NONFINITE, UNWRITTEN, Notes, unwritten
 from lockstep.job.page import Phase
 from lockstep.job.summary import RunSummary
 from lockstep.runs.series import SeriesWriter
+from lockstep.text import counted
 from lockstep.topology import format_cpus
 from lockstep.version import __version__
 
@@ -258,6 +259,8 @@ class Recorder:
                 self._about["logs"].append(note["path"])
             elif note["is"] == FLOPS and note["why"] not in self._about.setdefault("uncounted", []):
                 self._about["uncounted"].append(note["why"])
+            elif note["is"] == LEFT_OUT:
+                self._add_left_out(note["step"], note["of"])
             elif note["is"] == UNWRITTEN:
                 self._tell(unwritten(note["rank"], note["why"]))
         return bool(notes)
@@ -266,6 +269,11 @@ class Recorder:
         """Note that numbers of a name were infinite or NaN: at which step first, and since when they all are."""
         known = self._about["nonfinite"].setdefault(name, {"first": step, "since": None})
         known["since"] = step if alone else None
+
+    def _add_left_out(self, step: int, of: str) -> None:
+        """Note a step that was left out because averages were not finite, and whose gradients the first came from."""
+        known = self._about.setdefault("left_out", {"steps": 0, "first": step, "of": of})
+        known["steps"], known["last"] = known["steps"] + 1, step
 
     def _add_checkpoint(self, at: float, step: int) -> None:
         """Note a checkpoint; of very many every other one goes, as with the rows of a series."""
@@ -320,9 +328,22 @@ def nonfinite_in_words(about: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def left_out_in_words(about: Mapping[str, Any]) -> list[str]:
+    """Return a line on the steps that were left out because averages were not finite, if there were such steps."""
+    known = about.get("left_out")
+    if known is None:
+        return []
+    first, last = f"step {known['first']:,} ({known['of']})", f", the last step {known['last']:,}"
+    which = f"it was {first}" if known["steps"] == 1 else f"the first was {first}{last}"
+    return [f"{counted(known['steps'], 'step')} left out, since averaged gradients were infinite or NaN: {which}"]
+
+
 def remarks_of(about: Mapping[str, Any]) -> list[str]:
-    """Return what a record knows of what ranks have told: FLOPs that were not counted, numbers that were not finite."""
-    return [*(f"FLOPs {why}" for why in about.get("uncounted", ())), *nonfinite_in_words(about)]
+    """Return what a record knows of what ranks have told: FLOPs that were not counted, steps that were left out, and
+    numbers that were not finite."""
+    return [
+        *(f"FLOPs {why}" for why in about.get("uncounted", ())), *left_out_in_words(about), *nonfinite_in_words(about)
+    ]  # fmt: skip
 
 
 def _environment() -> dict[str, Any]:

@@ -120,6 +120,7 @@ _RECORD = _Object(
         **dict.fromkeys(("logs", "uncounted"), _Many(_TEXT)),
         "environment": _Object({}, {"variables": _Named(_TEXT)}),
         "end": _Object({}, dict.fromkeys(("code", "text"), _TEXT)),
+        "left_out": _Object({**dict.fromkeys(("steps", "first", "last"), _WHOLE), "of": _TEXT}),
         "nonfinite": _Named(_Object({"first": _WHOLE, "since": _OrNone(_WHOLE)})),
     },
 )

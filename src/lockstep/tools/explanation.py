@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,6 +195,7 @@ class Explanation:
                 {"name": name, "first_step": each["first"], "since_step": each.get("since")}
                 for name, each in about.get("nonfinite", {}).items()
             ],
+            "left_out": _left_out(about.get("left_out")),
             "logs": about.get("logs", []),
             "next": self.next(),
             "unknown": self.unknown(),
@@ -313,6 +314,12 @@ def _verdict(summary: dict[str, Any]) -> dict[str, Any]:
         ],
         "remarks": summary["remarks"],
     }
+
+
+def _left_out(noted: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if noted is None:
+        return None
+    return {"steps": noted["steps"], "first_step": noted["first"], "last_step": noted["last"], "of": noted["of"]}
 
 
 def _seconds(value: Any) -> float | None:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from lockstep.job.workers import AtWork
+from lockstep.job.workers import AtWork, processes
 from lockstep.launch.folders import JobFolder
 
 _WORKER = "import sys; from lockstep.job.workers import AtWork; AtWork(sys.argv[1], rank=0, name='0-1').note(7)"
 
 
-def _piece(pid: int) -> Path:
-    piece = Path(f"/dev/shm/torch_{pid}_{os.getpid()}_1")
+def _piece(pid: int, *, count: int = 1) -> Path:
+    piece = Path(f"/dev/shm/torch_{pid}_{os.getpid()}_{count}")
     piece.touch(0o600)
     return piece
 
@@ -55,6 +57,23 @@ def test_a_dead_jobs_folder_goes_with_what_its_workers_left_in_shared_memory(hom
     finally:
         for piece in pieces:
             piece.unlink(missing_ok=True)
+
+
+def test_another_process_with_the_number_of_a_dead_worker_keeps_what_is_its_own(home: Path) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-job-", dir=home))
+    with subprocess.Popen(["sleep", "60"]) as other:  # as if it had got the number of a worker that ended long before
+        try:
+            AtWork(str(folder), rank=0, name="0-1")
+            record = next(path for path in folder.rglob("*") if path.is_file())
+            record.write_bytes(struct.pack("=qq", other.pid, 7))
+            assert processes(folder) == {other.pid}
+            its_own, the_workers = _piece(other.pid), _piece(other.pid, count=2)
+            os.utime(the_workers, (time.time() - 60,) * 2)
+            JobFolder().remove()
+            assert (its_own.exists(), the_workers.exists(), folder.exists()) == (True, False, False)
+        finally:
+            other.kill()
+            its_own.unlink()
 
 
 def test_a_folder_that_is_held_stays(home: Path) -> None:

@@ -70,11 +70,9 @@ def _remove_abandoned(home: Path) -> None:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 if _locks(fd):
-                    # Where a noted process id is in use, it may be another process's by now, whose memory must stay.
                     folders = [Path(path), *Path(path).glob("[0-9]*")]  # one for each start of its ranks
                     noted = {pid for each in folders for pid in workers.processes(each)}
-                    gone = {pid for pid in noted if not os.path.exists(f"/proc/{pid}")}
-                    remove_shared_memory(gone)
+                    remove_shared_memory(noted)
                     shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(fd)

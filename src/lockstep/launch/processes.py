@@ -141,13 +141,35 @@ def remove_shared_memory(dead: set[int]) -> None:
     """Remove what loader workers had named in /dev/shm and not yet unlinked at the moment they were killed.
 
     torch names such memory ``torch_<process>_<random>_<count>`` and unlinks it a few instructions later.
+
+    Args:
+        dead: the process ids that the workers had. Where another process has one of them by now, what is older than
+            that process, and not open in it, is removed as well.
     """
     with contextlib.suppress(OSError):  # no /dev/shm here
         for name in os.listdir("/dev/shm"):
             match = re.fullmatch(r"torch_(\d+)_\d+_\d+", name)
             if match and int(match[1]) in dead:
+                path = f"/dev/shm/{name}"
                 with contextlib.suppress(OSError):
-                    os.unlink(f"/dev/shm/{name}")
+                    if not _may_be_of(int(match[1]), path):
+                        os.unlink(path)
+
+
+def _may_be_of(pid: int, path: str) -> bool:
+    """Return whether a file may have been made by the process that has this id now; False without such a process.
+
+    Raises:
+        OSError: the file is gone, or the process may not be looked at.
+    """
+    started = _proc.started(pid)
+    if started is None:
+        return False
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+    if time.time() - os.stat(path).st_mtime < age + 1.0:  # (the process's age is known to a hundredth of a second)
+        return True
+    holds = (os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd"))
+    return path in _proc.read(pid, "maps") or path in set(holds)  # the clock may have been set
 
 
 def _is_tracker(pid: int) -> bool:

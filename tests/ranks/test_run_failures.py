@@ -279,3 +279,32 @@ def test_ranks_in_different_collectives_are_named_where_gloo_ends_them(tmp_path:
     assert "the ranks were in different collectives, which gloo answers with abort():" in done.err
     assert f"  rank 0 waited in adding up the items of all ranks (World.weigh) at {tmp_path}/train.py:8" in done.err
     assert f"  rank 1 waited in averaging gradients at {tmp_path}/train.py:8" in done.err
+
+
+_SAVES_AND_FAILS = """
+import torch, lockstep
+world = lockstep.init()
+model = lockstep.replicate(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+saved = lockstep.Checkpointer("run", model=model, optimizer=optimizer)
+for step in range(7):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    if step == 4:
+        saved.save()
+if {fails}:
+    raise ValueError("planted")
+"""
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_after_a_failure_it_is_said_from_what_the_run_can_go_on(fails: bool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_SAVES_AND_FAILS.format(fails=fails))
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True)
+    assert done.code == int(fails), done
+    said = (
+        "lockstep: the last checkpoint is of step 5\n"
+        "next: run the same command again: with epochs() or restore() it resumes from the newest checkpoint that is "
+        "sound\n"
+    )
+    assert (said in done.err) == fails, done.err

@@ -108,9 +108,7 @@ def test_a_run_that_failed_names_rank_step_and_error(tmp_path: Path) -> None:
     assert late["text"] == "rank 1 is late\nits stack\nrank 1 goes on"
     mend, again = told["next"]
     assert mend == "fix what the error of rank 1 says: lockstep.ReplicaMismatch: rank 1 differs"
-    assert again.startswith(
-        "before you run it again, go back to a checkpoint from before the replicas began to differ"
-    ), "a resume takes the newest, in which the replicas differ"
+    assert again.startswith("mend the line that one rank runs alone, then run the same command again: it passes over")
     assert "lockstep checkpoint rewind FOLDER --to STEP" in again
     assert "2,000 or later" in again
     text = _explained(folder)
@@ -134,7 +132,7 @@ def test_a_run_that_failed_otherwise_is_to_be_resumed(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", exit_code=1, events=[_failed(ending)], checkpoints=noted)
     assert _told(run)["next"] == [
         "fix what the error of rank 1 says: ValueError: bad batch",
-        "run the same command again: it resumes from the newest checkpoint, of step 2,000 or later",
+        "run the same command again: it resumes from the newest sound checkpoint, of step 2,000 or later",
     ]
 
 

@@ -32,6 +32,7 @@ from lockstep.launch.tracing import Tracer
 from lockstep.machine import is_loopback
 from lockstep.rendezvous.messages import Round
 from lockstep.runs.record import Recorder, RunEnd
+from lockstep.text import NEXT
 
 
 class Attempt:
@@ -301,7 +302,7 @@ class Launcher:
 
     def conclude(self, exit_code: int, *, end: RunEnd, word: str = "") -> list[str]:
         """End the record, and return what is left to say when all ranks have ended: that those who were late have moved
-        on, and, if all is well, what the time went to.
+        on, and what the time went to if all is well, or how to go on from a checkpoint.
 
         Args:
             exit_code: the job's.
@@ -323,6 +324,11 @@ class Launcher:
         speaks = self._speaks_for_all or alone
         if summary is not None and speaks and exit_code in (0, EXIT_SAVED) and not self.spec.quiet:
             said.append("\n".join([summary.describe(self._peaks, price=self.spec.price), *self.recorder.remarks()]))
+        if end is RunEnd.FAILED and (step := self.recorder.last_checkpoint()) is not None:
+            said.append(
+                f"the last checkpoint is of step {step}\n{NEXT} run the same command again: with epochs() or restore() "
+                "it resumes from the newest checkpoint that is sound"
+            )
         self.recorder.end(exit_code=exit_code, summary=summary, peaks=self._peaks, end=end, word=word)
         return said
 

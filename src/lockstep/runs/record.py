@@ -85,6 +85,7 @@ class Recorder:
         self._notes: Notes | None = None
         #: One checkpoint in ``_stride`` is noted; the number of checkpoints so far.
         self._stride, self._checkpoints = 1, 0
+        self._last_checkpoint: int | None = None
         self._failed = False
 
     def begin(
@@ -186,6 +187,11 @@ class Recorder:
             self._start["trace"] = name
             self._update()
 
+    def last_checkpoint(self) -> int | None:
+        """Return the step of the last complete checkpoint that this machine's ranks have told of; None: of none."""
+        self._take_notes()
+        return self._last_checkpoint
+
     def remarks(self) -> list[str]:
         """Return what there is to say of what the ranks have told, a line each."""
         self._take_notes()
@@ -277,6 +283,7 @@ class Recorder:
 
     def _add_checkpoint(self, at: float, step: int) -> None:
         """Note a checkpoint; of very many every other one goes, as with the rows of a series."""
+        self._last_checkpoint = step
         noted = self._about["checkpoints"]
         if self._checkpoints % self._stride == 0:
             noted.append({"at": at, "step": step})

@@ -120,11 +120,14 @@ class Explanation:
             return "run the same command again; this run noted no checkpoint to resume from"
         if self._replicas_differed:
             return (
-                "before you run it again, go back to a checkpoint from before the replicas began to differ (the error "
-                f"says since when; the newest is of step {last['step']:,} or later): lockstep checkpoint rewind FOLDER "
-                "--to STEP; or begin anew in another folder: a resume takes the newest that is there"
+                "mend the line that one rank runs alone, then run the same command again: it passes over checkpoints "
+                f"in which a save saw the difference (the newest is of step {last['step']:,} or later). If the error says "
+                "that it began before those, go back further: lockstep checkpoint rewind FOLDER --to STEP"
             )
-        return f"run the same command again: it resumes from the newest checkpoint, of step {last['step']:,} or later"
+        return (
+            "run the same command again: it resumes from the newest sound checkpoint, "
+            f"of step {last['step']:,} or later"
+        )
 
     @property
     def _replicas_differed(self) -> bool:

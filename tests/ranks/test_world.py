@@ -72,6 +72,56 @@ def test_all_reduce_numbers_and_tensors() -> None:
         }
 
 
+def _agree() -> list[bool]:
+    w = lockstep.init()
+    last = w.rank == w.world_size - 1
+    given = [False, True, last, torch.tensor(last), torch.tensor([[last]]), np.float64(w.rank) >= w.world_size - 1]
+    return [answer for flag in given for answer in (w.any(flag), w.all(flag))]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_any_and_all_are_the_same_on_every_rank(world_size: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_BACKEND", backend)
+    on_the_last_rank = [True, world_size == 1]
+    expected = [False, False, True, True, *on_the_last_rank * 4]
+    assert run_ranks(_agree, world_size) == [expected] * world_size
+
+
+def _flags_that_are_none() -> list[str]:
+    w = lockstep.init()
+    said = []
+    for call, flag in itertools.product([w.any, w.all], [1, None, torch.tensor(2.5), torch.tensor([True, False])]):
+        with pytest.raises(TypeError) as refused:
+            call(flag)  # type: ignore[arg-type]
+        said.append(str(refused.value))
+    return said
+
+
+def test_any_and_all_take_flags_alone() -> None:
+    for rank, said in enumerate(run_ranks(_flags_that_are_none, 2)):
+        given = ["1", "None", "a tensor of torch.float32 and shape ()", "a tensor of torch.bool and shape (2,)"]
+        expected = itertools.product(["any", "all"], given)
+        for text, (name, what) in zip(said, expected, strict=True):
+            assert text.startswith(f"rank {rank} of 2: world.{name}() was given {what}: expected a bool")
+
+
+def _stop_early() -> list[int]:
+    w = lockstep.init()
+    data = TensorDataset(torch.arange(24.0))
+    seen = []
+    for step, (batch,) in enumerate(lockstep.shard(DataLoader(data, batch_size=6))):
+        seen.append(step)
+        if w.any((batch == 13).any()):  # on one rank alone
+            break
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_leave_a_loop_together_where_one_has_a_reason(world_size: int) -> None:
+    assert run_ranks(_stop_early, world_size) == [[0, 1, 2]] * world_size
+
+
 def _weighted_mean() -> tuple[float, float, float]:
     w = lockstep.init()
     explicit = w.mean([1.0, 4.0, math.nan][w.rank], samples=[3, 1, 0][w.rank])

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -256,6 +257,54 @@ class World:
         if isinstance(value, torch.Tensor):
             return total.to(value.device)
         return total.item()  # type: ignore[return-value]
+
+    @_torch.mark_untraced
+    @of_all_ranks("World.any()")
+    def any(self, flag: bool | torch.Tensor) -> bool:
+        """**Collective.** Return whether ``flag`` is true on some rank: to leave a loop together, say.
+
+        Args:
+            flag: a bool, or a tensor of dtype bool with one element.
+
+        Returns:
+            The same on every rank.
+
+        Raises:
+            TypeError: it is neither.
+            CollectiveTimeout, PeerLost: another rank is late or gone.
+        """
+        return self._agreed(flag, dist.ReduceOp.MAX, "any")
+
+    @_torch.mark_untraced
+    @of_all_ranks("World.all()")
+    def all(self, flag: bool | torch.Tensor) -> bool:
+        """**Collective.** Return whether ``flag`` is true on every rank.
+
+        Args:
+            flag: as for :meth:`any`.
+
+        Returns:
+            The same on every rank.
+
+        Raises:
+            TypeError: it is neither a bool nor a tensor of dtype bool with one element.
+            CollectiveTimeout, PeerLost: another rank is late or gone.
+        """
+        return self._agreed(flag, dist.ReduceOp.MIN, "all")
+
+    def _agreed(self, flag: Any, op: Any, name: str) -> bool:
+        """**Collective.** Combine one flag of each rank."""
+        is_tensor = isinstance(flag, torch.Tensor)
+        is_flag = flag.dtype == torch.bool and flag.numel() == 1 if is_tensor else isinstance(flag, (bool, np.bool_))
+        if not is_flag:  # a number would count as true where a comparison was forgotten
+            given = f"a tensor of {flag.dtype} and shape {tuple(flag.shape)}" if is_tensor else repr(flag)
+            raise TypeError(
+                f"rank {self.rank} of {self.world_size}: world.{name}() was given {given}: expected a bool, or a "
+                "tensor of dtype bool with one element; pass a comparison, as in loss > limit"
+            )
+        total = torch.tensor(int(flag), dtype=torch.int64, device=group_device(self.group))
+        self._all_reduce(total, op, name)
+        return bool(total.item())
 
     @_torch.mark_untraced
     @of_all_ranks("World.mean()")

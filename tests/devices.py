@@ -30,7 +30,7 @@ class Stream:
 
     def __init__(self) -> None:
         self.queued = self.done = 0.0
-        self.made = 0
+        self.made = self.recorded = 0
         self.captures = False
 
     def event(self) -> Event:
@@ -40,6 +40,7 @@ class Stream:
     def record(self, event: Event) -> None:
         assert isinstance(event, Passed)
         event.at = self.queued
+        self.recorded += 1
 
     def can_record(self) -> bool:
         return not self.captures

@@ -20,6 +20,7 @@ WAITING = frozenset(
         "faults/test_machines",
         "faults/test_nothing_left",
         "ranks/test_doctor",
+        "ranks/test_gpu_hangs",
         "ranks/test_hosts",
         "ranks/test_job_phases",
         "ranks/test_meeting",

@@ -55,6 +55,28 @@ def test_a_rank_that_the_others_have_waited_for_is_late() -> None:
     assert _compare(_waits(0, 4.9), _works(1, 100.0)) is None
 
 
+def _on_device(rank: int, seconds: float, **changes: Any) -> Seen:
+    return Seen(rank, _look(Phase.OWN, entered=Phase.BACKWARD, on_device=True, **changes), moved=NOW - seconds)
+
+
+def test_a_rank_whose_device_is_in_the_latest_backward_waits() -> None:
+    assert _compare(_on_device(0, 5.1), _works(1, 5.1)) == HangVerdict(HangKind.LATE, (1,), (0,), NOW - 5.1)
+    assert _compare(_on_device(0, 5.1), _works(1, 4.0)) is None
+
+
+def test_devices_that_all_are_in_the_latest_backward_may_have_long_kernels() -> None:
+    assert _compare(_on_device(0, 1000.0), _on_device(1, 1000.0)) is None
+    assert _compare(_on_device(0, 59.0), _waits(1, 59.0)) is None, "rank 0 may come"
+    verdict = _compare(_on_device(0, 61.0), _waits(1, 61.0))
+    assert verdict is not None
+    assert verdict.kind is HangKind.APART
+
+
+def test_a_stopped_rank_does_not_wait_whatever_its_device_does() -> None:
+    stopped = replace(_on_device(1, 6.0), standstill=Standstill.STOPPED)
+    assert _compare(_on_device(0, 6.0), stopped) == HangVerdict(HangKind.LATE, (1,), (0,), NOW - 6.0)
+
+
 def test_the_others_must_all_have_come() -> None:
     assert _compare(_waits(0, 60), _waits(1, 2), _works(2, 60)) is None, "rank 1 was late itself until just now"
     verdict = _compare(_waits(0, 60), _works(1, 60), _works(2, 60), _waits(3, 6))

@@ -38,7 +38,7 @@ from lockstep.comm.world import World
 from lockstep.errors import EnvironmentMismatch, LockstepError, RendezvousError
 from lockstep.identity import Identity, adopt
 from lockstep.job import device as gpu_time
-from lockstep.job import flight, tracing
+from lockstep.job import device_wait, flight, tracing
 from lockstep.step import deterministic as determinism
 from lockstep.step import flops, streams
 from lockstep.text import counted, joined
@@ -126,8 +126,9 @@ def init(
     _world = World(identity, device=device, group=group, seed=agreed_seed, timeout=limit)
     _count_steps()
     if accelerator.has_times(device):
-        gpu_time.watch(Gpu(device))
-        tracing.watch(Gpu(device))
+        gpu, is_watched = Gpu(device), flight.current.pages is not None
+        gpu_time.watch(gpu, backward_ended=device_wait.begin(gpu).mark if is_watched else None)
+        tracing.watch(gpu)
         tracing.settle()
     if knobs.flops() and flight.current.pages is not None:
         flops.count(device=device, peak=knobs.peak_flops())
@@ -168,6 +169,7 @@ def shutdown() -> None:
         if dist.is_initialized():
             ending.compare()
         _world.release()
+        device_wait.end()
         guests.unmark()
         streams.begin(rank=0, world_size=1)
     _world = None

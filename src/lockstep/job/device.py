@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Protocol
 
@@ -34,7 +34,7 @@ from lockstep.job.page import Cell, Phase
 EVERY = 16
 #: The most timed steps that the GPU has not finished yet; no further one is begun meanwhile.
 _UNDER_WAY = 4
-_OWN = int(Phase.OWN)
+_OWN, _BACKWARD = int(Phase.OWN), int(Phase.BACKWARD)
 #: The most records of a trace that get a GPU time.
 _MOST_MARKS = 1 << 14
 
@@ -68,18 +68,24 @@ class Device(Protocol):
         """Return the peak bytes allocated to tensors, 0 if nobody counts them, and the GPU's capacity in bytes."""
 
 
-def watch(device: Device) -> None:
-    """Record GPU time by phase in this process's page from now on. A second call does nothing."""
+def watch(device: Device, *, backward_ended: Callable[[], None] | None = None) -> None:
+    """Record GPU time by phase in this process's page from now on. A second call does nothing.
+
+    Args:
+        device: the GPU.
+        backward_ended: called after each backward, when all of it is queued; None: nobody asks.
+    """
     if not isinstance(flight.current, _OnDevice):
-        flight.use(_OnDevice(flight.current, device))
+        flight.use(_OnDevice(flight.current, device, backward_ended))
 
 
 class _OnDevice(Flight):
     """A writer of the page that also records device events in some steps."""
 
-    def __init__(self, before: Flight, device: Device) -> None:
+    def __init__(self, before: Flight, device: Device, backward_ended: Callable[[], None] | None) -> None:
         vars(self).update(vars(before))
         self._device = device
+        self._backward_ended = backward_ended
         self._steps_seen = 0
         #: The phases begun in the current step, with their events; None: the step is not timed.
         self._timed: list[tuple[int, Event]] | None = None
@@ -96,6 +102,8 @@ class _OnDevice(Flight):
         super().leave(phase)
         if self._timed is not None:
             self._record(_OWN)
+        if phase == _BACKWARD and self._backward_ended is not None:
+            self._backward_ended()
 
     def resume(self, phase: int, *, after: int) -> None:
         super().resume(phase, after=after)

@@ -79,6 +79,11 @@ class Flight:
         self._away = 1
 
     @property
+    def cells(self) -> memoryview:
+        """The numbers of the page, int64 [PAGE / 8]: what has one writer beside this one is written there."""
+        return self._cells
+
+    @property
     def phase(self) -> Phase:
         """The phase under way."""
         return Phase(self._cells[_MARK] % ENTERED)

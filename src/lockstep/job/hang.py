@@ -30,6 +30,10 @@ a model's forwards) raises no alarm as long as it moves.
 Before the report the stacks of all ranks are looked at. A late rank that sits in a debugger is left alone; one that
 computes in a model outside of a step (an average of weights on rank 0, say) evaluates, and has its minute.
 
+A rank whose device is still in the latest backward waits, too: Note [Waiting for a device] in device_wait.py. It may
+have a long kernel of its own. So where all wait in this way nobody is late, and where some do, the ranks have a minute
+before they count as waiting in different collectives.
+
 If all ranks stand still, all are named. If all ranks wait, none is late: they wait in different collectives, which no
 work of a save or of an evaluation explains, or for another machine (reported after a minute). If none is known to wait
 and none moves, their stacks tell which of them wait; see :func:`settle`.
@@ -214,7 +218,7 @@ class Seen:
     @property
     def waiting_since(self) -> float | None:
         """When it began to wait for others; None: it does not wait, or could not notice that they have come."""
-        waits = self.look.mark.waiting and self.exit_code is None and self.standstill is None
+        waits = self.look.waits and self.exit_code is None and self.standstill is None
         return self.moved if waits else None
 
     @property
@@ -315,8 +319,11 @@ def compare(
     if not late:
         if any(seen.look.reason for seen in ranks):
             return None
-        limits = [patience(seen, usual=usual, shortest=shortest, works=not whole) for seen in ranks]
-        limit = max(0.0 if whole else WARMING_UP, *limits)
+        if all(seen.look.on_device for seen in ranks):
+            return None  # as well each may have a long kernel of its own
+        sure = whole and not any(seen.look.on_device for seen in ranks)
+        limits = [patience(seen, usual=usual, shortest=shortest, works=not sure) for seen in ranks]
+        limit = max(0.0 if sure else WARMING_UP, *limits)
         return HangVerdict(HangKind.APART, (), tuple(waits), since) if now - since > limit else None
     overdue = [seen for seen in late if seen.exit_code is None and _is_overdue(seen, limit_of(seen), since, now)]
     if any(seen.exit_code is None and seen not in overdue for seen in late):

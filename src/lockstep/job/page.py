@@ -124,6 +124,9 @@ class Cell(enum.IntEnum):
     FLOPS = 230
     FLOPS_SAMPLES = 231
     FLOPS_AT_PEAK = 232
+    #: The rank's mark at which its device was seen to be still in the latest backward; see device_wait.py. Where it is
+    #: not the present mark it says nothing.
+    ON_DEVICE = 233
 
 
 class Text(enum.Enum):
@@ -175,6 +178,13 @@ class Look:
     waits_in: str
     reason: str
     stepped_at: str
+    #: True if the rank's device is still in the latest backward, and the rank has come no further since that was seen.
+    on_device: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether the rank waits for others by its page, itself or with its device; see Note [Waiting for a device]."""
+        return self.mark.waiting or self.on_device
 
 
 class Pages:
@@ -259,7 +269,8 @@ class Pages:
             if self.get(rank, Cell.MARK) == mark:
                 break
         steps = self.get(rank, Cell.STEPS)
-        return Look(Mark.of(mark), steps - 1 if steps else None, *texts)
+        on_device = mark != 0 and self.get(rank, Cell.ON_DEVICE) == mark
+        return Look(Mark.of(mark), steps - 1 if steps else None, *texts, on_device=on_device)
 
     def close(self) -> None:
         """Let go of the memory. A second call does nothing."""

@@ -41,7 +41,7 @@ _WORKS = 0.2
 #: The cells of a rank's page that launchers send each other.
 _COUNTS = (
     Cell.STEPS, Cell.SAMPLES, Cell.TOKENS, Cell.RUN_STEPS, Cell.DEVICE_MEMORY, Cell.DEVICE_SIZE, Cell.COLLECTED,
-    Cell.COLLECTIONS, Cell.FLOPS, Cell.FLOPS_SAMPLES, Cell.FLOPS_AT_PEAK,
+    Cell.COLLECTIONS, Cell.FLOPS, Cell.FLOPS_SAMPLES, Cell.FLOPS_AT_PEAK, Cell.ON_DEVICE,
 )  # fmt: skip
 #: Seconds before ranks that were suspected, and turned out not to be late, are asked for their stacks again.
 _PAUSE = 60.0
@@ -279,7 +279,7 @@ class HangWatch:
                 self._still[rank], self._standstills[rank] = Stillness(), None
             else:
                 self._standstills[rank] = self._still[rank].look(
-                    state.pid, now, announced=bool(look.reason), waits=look.mark.waiting
+                    state.pid, now, announced=bool(look.reason), waits=look.waits
                 )
         self._looker.still = frozenset(
             rank - self._ranks.start for rank, why in self._standstills.items() if why is not None
@@ -401,7 +401,7 @@ def _doing(known: Known, asked: _Suspicion, seconds: float, standstill: Standsti
     stack, facts = known.stack, known.facts
     if standstill not in (None, Standstill.LOCKED):  # of a locked one, all threads sleep, as they may in a collective
         return Doing.WORKS
-    if known.look.mark.waiting:
+    if known.look.waits:
         return Doing.WAITS
     if stack is None or facts is None or not facts.sleeps:
         return Doing.WORKS

@@ -703,7 +703,7 @@ def _doing(known: Known, now: float | None) -> str:
 def _waiting(ranks: Sequence[Known], now: float | None) -> list[str]:
     lines = []
     for known in ranks[:_RANKS]:
-        seconds = "" if now is None or not known.look.mark.waiting else f", for {now - known.since:.0f} s"
+        seconds = "" if now is None or not known.look.waits else f", for {now - known.since:.0f} s"
         lines.append(f"  rank {known.rank} waits in {_waits_in(known)}{seconds}")
     if len(ranks) > _RANKS:
         lines.append(f"  and so do {len(ranks) - _RANKS} more")
@@ -714,10 +714,12 @@ def _waits_in(known: Known) -> str:
     if known.look.mark.waiting:
         return known.look.waits_in
     stack = known.stack
+    at = None if stack is None else stack.users
+    where = f" at {at}" if at is not None else ""
+    if known.look.on_device:
+        return f"its device, which has not finished averaging the gradients of the latest backward{where}"
     if stack is None or not stack.frames:
         return "an unknown place"
-    at = stack.users
-    where = f" at {at}" if at is not None else ""
     return f"{stack.frames[0].name}{where}"
 
 

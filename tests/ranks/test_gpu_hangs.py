@@ -1,0 +1,173 @@
+"""A rank that holds up the others is named where they wait on their devices, and no host says that it waits."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.launching import Running, start
+
+pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(300)]
+
+#: Times of a launcher that looks for a late rank sooner, and more often.
+_SOON = "late=1.5,heartbeat=0.2,unmoved=0.2"
+
+_TRAINING = """
+import os, signal, sys, time
+import torch, lockstep
+from torch import nn
+from torch.utils.data import DataLoader
+
+torch.set_num_threads(1)  # before autograd's two threads, which would make torch's pool anew at once after a fork
+where, waits, fifo, spins = sys.argv[1:]
+world = lockstep.init()
+if spins == "spins":
+    from tests.device.simulation import Stress, stress
+    stress(Stress(spins=True))
+step = 0
+
+def hang(here):
+    global where
+    if here == where and step == 5 and world.rank == 1:
+        where = ""  # once, though a loader comes here for each sample
+        if fifo == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            open(fifo, "rb", buffering=0).read(1)
+
+class Data:
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        hang("loader")
+        return torch.ones(4)
+
+model = lockstep.replicate(nn.Linear(4, 2).to(world.device))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in lockstep.shard(DataLoader(Data(), batch_size=8), seed_samples=False):
+    hang("between steps")
+    loss = model(batch.to(world.device)).sum()
+    optimizer.zero_grad()
+    hang("before backward")
+    loss.backward()
+    if waits == "item":
+        loss.item(), next(model.parameters()).grad.sum().item()
+    elif waits == "synchronize":
+        torch.cuda.synchronize()
+    elif waits == "cpu":
+        next(model.parameters()).grad.cpu()
+    optimizer.step()
+    step += 1
+print("done", flush=True)
+"""
+
+
+def _report(job: Running) -> list[str]:
+    """The launcher's next message on a late rank, line by line; nothing else may come before it."""
+    lines = [job.read_error()]
+    while lines[-1] and not lines[-1].startswith("next: "):
+        lines.append(job.read_error())
+    return lines
+
+
+@contextmanager
+def _training(
+    tmp_path: Path, where: str, waits: str, *, fifo: str = "stopped", spins: str = "", times: str = _SOON
+) -> Iterator[Running]:
+    (tmp_path / "train.py").write_text(_TRAINING)
+    argv = ["lockstep", "run", "-n", "2", "train.py", where, waits, fifo, spins or "sleeps"]
+    with start(argv, tmp_path, torch=True, LOCKSTEP_TIMES=times) as job:
+        yield job
+
+
+def _require_named(report: list[str]) -> None:
+    assert re.fullmatch(r"lockstep: rank 1 of 2 has held up the others for \d+ s", report[0]), report
+    waits = next(line for line in report if line.startswith("  rank 0 waits in "))
+    assert "its device, which has not finished averaging the gradients of the latest backward at " in waits
+    assert re.search(r"/train\.py:\d+ in <module>, for \d+ s$", waits), waits
+
+
+@pytest.mark.parametrize(
+    ("where", "waits", "spins", "times"),
+    [
+        ("between steps", "item", "spins", ""),
+        ("before backward", "synchronize", "sleeps", _SOON),
+        ("loader", "cpu", "spins", _SOON),
+        ("between steps", "cpu", "sleeps", _SOON),
+    ],
+)
+def test_a_rank_that_sleeps_is_named_while_another_waits_for_its_device(
+    where: str, waits: str, spins: str, times: str, gpus: str, tmp_path: Path
+) -> None:
+    if gpus == "real":
+        spins = "sleeps"  # the driver decides how a host waits
+    fifo = tmp_path / "end"
+    os.mkfifo(fifo)
+    with ExitStack() as stack:
+        end = os.open(fifo, os.O_RDWR)  # for reading too, so that the rank gets as far as the read
+        stack.callback(os.close, end)
+        job = stack.enter_context(_training(tmp_path, where, waits, fifo=str(fifo), spins=spins, times=times))
+        report = _report(job)
+        os.write(end, b"x")
+        over = job.read_error()
+        done = job.finish()
+    _require_named(report)
+    assert f"is sleeping in read of {fifo}" in report[1]
+    assert "5 steps taken" in report[2]
+    assert any(re.search(r"train\.py:\d+ in hang$", line) for line in report)
+    seconds = int(report[0].split()[-2])
+    assert seconds <= 9, "named within ten seconds"
+    assert re.fullmatch(r"lockstep: rank 1 has moved on after \d+ s", over), over
+    assert done.code == 0, done
+    assert "held up" not in done.err
+
+
+def test_a_stopped_rank_is_named_while_another_waits_for_its_device(gpus: str, tmp_path: Path) -> None:  # noqa: ARG001
+    with _training(tmp_path, "before backward", "item") as job:
+        report = _report(job)
+        found = re.match(r"  rank 1 \(process (\d+)\) is stopped by a signal", report[1])
+        assert found is not None, report
+        os.kill(int(found[1]), signal.SIGCONT)
+        done = job.finish()
+    _require_named(report)
+    assert report[-1].startswith(f"next: kill -CONT {found[1]} resumes rank 1")
+    assert done.code == 0, done
+
+
+_LONG = """
+import torch, lockstep
+from torch import nn
+from tests.device.simulation import delay
+
+torch.set_num_threads(1)  # as above
+world = lockstep.init()
+model = lockstep.replicate(nn.Linear(4, 2).to(world.device))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    loss = model(torch.ones(8, 4, device=world.device)).sum()
+    optimizer.zero_grad()
+    if step == 5:
+        delay(torch.accelerator.current_stream(), 4000)
+    loss.backward()
+    next(model.parameters()).grad.cpu()
+    optimizer.step()
+print("done", flush=True)
+"""
+
+
+def test_ranks_whose_devices_all_have_a_long_kernel_raise_no_alarm(gpus: str, tmp_path: Path) -> None:
+    if gpus == "real":
+        pytest.skip("only a simulated stream can be told how long to take")
+    (tmp_path / "train.py").write_text(_LONG)
+    with start(["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True, LOCKSTEP_TIMES=_SOON) as job:
+        done = job.finish()
+    assert done.code == 0, done
+    assert done.out.count("done") == 2
+    assert "held up" not in done.err
+    assert "waited" not in done.err

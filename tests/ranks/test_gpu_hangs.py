@@ -168,6 +168,6 @@ def test_ranks_whose_devices_all_have_a_long_kernel_raise_no_alarm(gpus: str, tm
     with start(["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True, LOCKSTEP_TIMES=_SOON) as job:
         done = job.finish()
     assert done.code == 0, done
-    assert done.out.count("done") == 2
+    assert done.out == "done\n", "of rank 0; what the other writes goes to its log"
     assert "held up" not in done.err
     assert "waited" not in done.err

@@ -30,8 +30,8 @@ QUICK := $(addprefix tests/ranks/test_,ddp_left_out.py run_signals.py ddp_wrappi
 	tests/unit $(addprefix tests/contracts/test_,ddp_signature.py names_of_subclasses.py public_names.py)
 
 # Simulated GPUs are there for processes with this variable; the files whose tests need some.
-SIMULATED := SIMULATED_DEVICES=2 $(BIN)/$(TESTS)
-NEED_GPUS := grep -lr --include='test_*.py' 'mark\.gpu' tests
+SIMULATED := SIMULATED_DEVICES=4 $(BIN)/$(TESTS)
+NEED_GPUS := grep -lrE --include='test_*.py' 'mark\.gpu|ON_GPUS|OVER_ALL|on_gpus' tests
 
 # What starts torch's compilers for seconds or minutes: only where torch or Python is another one, and in the campaigns.
 COMPILER := tests/ranks/test_compiled.py tests/unit/test_torch.py

@@ -139,9 +139,24 @@ def gpus(request: pytest.FixtureRequest) -> str:
     return kind
 
 
+#: Devices that tests with ranks need which run on GPUs as well: as many as these tests have ranks at most.
+_DEVICES = 4
+
+
 @pytest.fixture(params=[pytest.param("gloo", marks=pytest.mark.campaign), "shm"])
 def each_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What ``lockstep.init()`` takes on the ranks of this test, unless it is told otherwise; see tests/backends.py."""
+    """What ``lockstep.init()`` takes on the ranks of this test, unless it is told otherwise; see tests/backends.py.
+
+    On GPUs the ranks take what is for their devices, and the streams of simulated ones are as uneven as the parameter
+    says.
+    """
+    if isinstance(request.param, simulation.Stress):
+        missing = _without(_DEVICES)
+        if all(missing.values()):
+            pytest.skip(" and ".join(missing.values()))
+        monkeypatch.delenv(knobs.BACKEND, raising=False)
+        monkeypatch.setattr(simulation, "of_ranks", request.param if simulation.is_on() else None)
+        return "nccl"
     backend: str = request.param
     monkeypatch.setenv(knobs.BACKEND, backend)
     return backend

@@ -25,6 +25,7 @@ from typing import Any
 from lockstep import knobs
 from lockstep.identity import Identity
 from tests import warm
+from tests.device import simulation
 
 #: Asks a rank for its stacks; no other signal, since a Checkpointer takes SIGUSR1 for its own.
 _STACKS = signal.SIGRTMIN + 3
@@ -64,9 +65,9 @@ def run_ranks(
     """Call ``fn(*args)`` on ``world_size`` ranks and return the ranks' results in order of rank.
 
     ``fn`` must be a module-level function; it calls ``lockstep.init()`` itself, which takes the backend of this
-    process's ``LOCKSTEP_BACKEND`` (see tests/backends.py). ``hosts`` says how many ranks each of several machines is to
-    have; what tells them apart is the rank's environment, as a launcher on each would set it. Raises RanksFailed with
-    every failed rank's traceback if any rank did not return.
+    process's ``LOCKSTEP_BACKEND``, or what is for its GPU (see tests/backends.py). ``hosts`` says how many ranks each
+    of several machines is to have; what tells them apart is the rank's environment, as a launcher on each would set it.
+    Raises RanksFailed with every failed rank's traceback if any rank did not return.
     """
     outcomes = collect_outcomes(fn, world_size, *args, timeout=timeout, threads=threads, hosts=hosts)
     failed = [outcome for outcome in outcomes if not outcome.ok]
@@ -94,7 +95,15 @@ def collect_outcomes(
             identity = _identity(rank, hosts or [world_size])
             with sending:
                 process = warm.Call(
-                    _rank_main, fn, args, identity, str(folder), threads, knobs.backend(), fds=[sending.fileno()]
+                    _rank_main,
+                    fn,
+                    args,
+                    identity,
+                    str(folder),
+                    threads,
+                    knobs.backend(),
+                    simulation.of_ranks,
+                    fds=[sending.fileno()],
                 )
             processes.append(process)
         return _gather(processes, pipes, folder, timeout)
@@ -144,6 +153,7 @@ def _rank_main(
     folder: str,
     threads: int,
     backend: str | None,
+    stress: simulation.Stress | None,
     report: int,
 ) -> None:
     import torch
@@ -156,6 +166,8 @@ def _rank_main(
         if backend is not None:
             os.environ[knobs.BACKEND] = backend
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        if stress is not None:
+            simulation.stress(stress)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # lockstep.init() leaves the choice alone
         try:

@@ -36,6 +36,10 @@ class Stress:
     spins: bool = False
 
 
+#: How uneven the streams are of ranks that tests/harness.py starts; None where that is the rank's own affair.
+of_ranks: Stress | None = None
+
+
 def stress(how: Stress) -> None:
     """Set how uneven all streams of this process are from here on."""
     _bindings().stress(how.seed, how.jitter, how.side, how.main, how.spins)

@@ -37,8 +37,17 @@ def batch(rank: int, step: int, *shape: int, dtype: torch.dtype = torch.float64)
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
+def device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def inputs_for(model: nn.Module, rank: int, step: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A batch for a model with five inputs, on its device."""
+    return batch(rank, step, 4, 5, dtype=dtype).to(device_of(model))
+
+
 def squares(model: nn.Module, rank: int, step: int) -> Tensor:
-    loss: Tensor = model(batch(rank, step, 4, 5)).square().mean()
+    loss: Tensor = model(inputs_for(model, rank, step)).square().mean()
     return loss
 
 
@@ -84,16 +93,16 @@ def assert_averaged(
             assert came is not None, f"{name} has no gradient"
             # Not torch.testing.assert_close: its first call imports sympy, a second for each rank of each test.
             assert came.dtype == grad.dtype
-            assert torch.allclose(came, grad, rtol=tolerance, atol=tolerance), f"{name}: {came} instead of {grad}"
+            assert torch.allclose(came.cpu(), grad, rtol=tolerance, atol=tolerance), f"{name}: {came} instead of {grad}"
 
 
 def train_and_check(attach: Attach, build: Build, loss: Loss, *, steps: int = 3, tolerance: float = 1e-12) -> None:
     """Run some steps (the first of which launches its buckets late) and compare each with the average by hand."""
-    lockstep.init()
-    model = attach(build())
+    world = lockstep.init()
+    model = attach(build().to(world.device))
     for step in range(steps):
         model.zero_grad()
-        differentiate(loss(model, lockstep.world().rank, step))
+        differentiate(loss(model, world.rank, step))
         assert_averaged(model, build, loss, [step], tolerance=tolerance)
 
 

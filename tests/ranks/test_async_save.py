@@ -17,8 +17,9 @@ import lockstep
 from lockstep.checkpoint.plan import WritePlan
 from lockstep.checkpoint.read import read
 from lockstep.checkpoint.storage import Storage
-from tests.backends import EACH_BACKEND, OVER_BOTH
+from tests.backends import EACH_BACKEND, ON_GPUS, OVER_BOTH
 from tests.harness import collect_outcomes, run_ranks
+from tests.ranks.ddp_cases import device_of
 
 pytestmark = EACH_BACKEND
 
@@ -50,7 +51,7 @@ class Gate(Storage):
 
 def _bench(folder: str, gate: Gate, width: int = 50, **options: Any) -> tuple[Any, ...]:
     torch.manual_seed(4)
-    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2))
+    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2)).to(lockstep.world().device)
     optimizer = torch.optim.AdamW(model.parameters())
     saved = lockstep.Checkpointer(folder, model=model, optimizer=optimizer, **options)
     saved._storage = gate
@@ -59,12 +60,12 @@ def _bench(folder: str, gate: Gate, width: int = 50, **options: Any) -> tuple[An
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
-    model(torch.ones(3, 4)).square().sum().backward()
+    model(torch.ones(3, 4, device=device_of(model))).square().sum().backward()
     optimizer.step()
 
 
 def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return {name: value.cpu().clone() for name, value in model.state_dict().items()}
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -76,7 +77,7 @@ def _trains_on(folder: str) -> tuple[bool, bool, list[str], int]:
     gate = Gate(open_=False)
     model, optimizer, saved = _bench(folder, gate)
     _step(model, optimizer)
-    then, momentum = _weights(model), optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    then, momentum = _weights(model), optimizer.state_dict()["state"][0]["exp_avg"].to("cpu", copy=True)
     saved.async_save()
     for _ in range(5):
         _step(model, optimizer)
@@ -92,6 +93,7 @@ def _trains_on(folder: str) -> tuple[bool, bool, list[str], int]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
+@ON_GPUS
 def test_training_goes_on_and_what_was_is_saved(tmp_path: Path, world_size: int) -> None:
     for rank in run_ranks(_trains_on, world_size, str(tmp_path)):
         assert rank == (True, True, ["step-00000001"], 1)
@@ -172,6 +174,7 @@ def _fails(folder: str, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["async_save", "wait", "restore", "epochs", "save"])
+@ON_GPUS
 def test_a_failure_is_raised_on_all_ranks_by_the_next_call(tmp_path: Path, how: str) -> None:
     for (said,) in run_ranks(_fails, 2, str(tmp_path), how):
         assert "saving step 2 in the background failed: rank 1: " in said

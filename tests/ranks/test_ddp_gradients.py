@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from tests.backends import EACH_BACKEND, OVER_BOTH
+from tests.backends import EACH_BACKEND, ON_GPUS, OVER_ALL, OVER_BOTH
 from tests.harness import run_ranks
 from tests.ranks.ddp_cases import (
     WAYS,
@@ -22,7 +22,9 @@ from tests.ranks.ddp_cases import (
     assert_averaged,
     averages,
     batch,
+    device_of,
     differentiate,
+    inputs_for,
     mlp,
     name_of,
     replicate_tiny,
@@ -173,7 +175,7 @@ class Packed(nn.Module):
 
 
 def loss_of_packed(model: nn.Module, rank: int, step: int) -> Tensor:
-    packed = model(batch(rank, step, 4, 5))
+    packed = model(inputs_for(model, rank, step))
     if isinstance(packed, dict):
         values = packed["scores"][0]
     elif isinstance(packed, tuple):
@@ -185,8 +187,8 @@ def loss_of_packed(model: nn.Module, rank: int, step: int) -> Tensor:
 
 
 def with_autocast(model: nn.Module, rank: int, step: int) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss: Tensor = model(batch(rank, step, 4, 5, dtype=torch.float32)).float().square().mean()
+    with torch.autocast(device_of(model).type, dtype=torch.bfloat16):
+        loss: Tensor = model(inputs_for(model, rank, step, torch.float32)).float().square().mean()
     return loss
 
 
@@ -199,7 +201,7 @@ def through_another_method(model: nn.Module, rank: int, step: int) -> Tensor:
     """Not through forward."""
     inner = getattr(model, "module", model)
     assert isinstance(inner, nn.Sequential)
-    x = batch(rank, step, 4, 5)
+    x = inputs_for(model, rank, step)
     for layer in inner:
         x = layer(x)
     return x.square().mean()
@@ -214,6 +216,7 @@ def mlp32() -> nn.Module:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("attach", WAYS, ids=name_of)
+@ON_GPUS
 def test_gradients_are_averages(attach: Attach, world_size: int) -> None:
     run_ranks(train_and_check, world_size, attach, mlp, squares)
 
@@ -235,12 +238,13 @@ def test_gradients_are_averages(attach: Attach, world_size: int) -> None:
     ],
     ids=name_of,
 )
+@ON_GPUS
 def test_models_of_many_kinds(attach: Attach, build: Build, loss: Loss, tolerance: float) -> None:
     run_ranks(_train_many_kinds, 2, attach, build, loss, tolerance)
 
 
 @pytest.mark.parametrize("attach", [replicate_tiny, wrap_tiny], ids=name_of)
-@OVER_BOTH
+@OVER_ALL
 def test_complex_gradients_keep_their_precision(attach: Attach) -> None:
     run_ranks(_train_many_kinds, 3, attach, Complex, squares, 1e-12)  # a third is no exact float32
 
@@ -275,13 +279,13 @@ class Branches(nn.Module):
 
 
 def branching(model: nn.Module, rank: int, step: int) -> Tensor:
-    loss: Tensor = model(batch(rank, step, 4, 5), rank).square().mean()
+    loss: Tensor = model(inputs_for(model, rank, step), rank).square().mean()
     return loss
 
 
 def _unused(attach: Attach) -> None:
     w = lockstep.init()
-    model = attach(Branches())
+    model = attach(Branches().to(w.device))
     for step in range(2):
         model.zero_grad()
         if step == 0 and w.is_main:
@@ -447,13 +451,14 @@ def test_autograd_grad_sends_nothing() -> None:
 
 
 def gradient_penalty(model: nn.Module, rank: int, step: int) -> Tensor:
-    x = batch(rank, step, 4, 5).requires_grad_()
+    x = inputs_for(model, rank, step).requires_grad_()
     values = model(x)
     (slope,) = torch.autograd.grad(values.sum(), x, create_graph=True)
     loss: Tensor = values.square().mean() + (slope.norm() - 1) ** 2
     return loss
 
 
+@ON_GPUS
 def test_a_gradient_penalty_is_averaged_with_the_loss() -> None:
     run_ranks(train_and_check, 2, replicate_tiny, mlp, gradient_penalty)
 
@@ -463,7 +468,7 @@ def test_a_gradient_penalty_is_averaged_with_the_loss() -> None:
 
 def _clip() -> tuple[float, float]:
     w = lockstep.init()
-    model = replicate_tiny(mlp())
+    model = replicate_tiny(mlp().to(w.device))
     differentiate(squares(model, w.rank, 0))
     norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
     expected = averages(mlp, squares, 2, [0])
@@ -471,6 +476,7 @@ def _clip() -> tuple[float, float]:
     return norm, by_hand
 
 
+@ON_GPUS
 def test_clipping_right_after_backward_sees_the_averages() -> None:
     for norm, by_hand in run_ranks(_clip, 2):
         assert norm == pytest.approx(by_hand, rel=1e-12)
@@ -478,9 +484,9 @@ def test_clipping_right_after_backward_sees_the_averages() -> None:
 
 def _scaled() -> list[float]:
     w = lockstep.init()
-    model = replicate_tiny(mlp(torch.float32))
+    model = replicate_tiny(mlp(torch.float32).to(w.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    scaler = torch.amp.GradScaler(w.device.type, init_scale=2.0**8)
     for step in range(3):
         optimizer.zero_grad()
         loss = with_autocast(model, w.rank, step)
@@ -492,6 +498,7 @@ def _scaled() -> list[float]:
     return [scaler.get_scale(), *(float(param.sum()) for param in model.parameters())]
 
 
+@ON_GPUS
 def test_a_grad_scaler_skips_the_same_steps_everywhere() -> None:
     first, second = run_ranks(_scaled, 2)
     assert first == second
@@ -512,7 +519,7 @@ def _changed_by_hooks(attach: Attach) -> None:
         else:
             param.grad.mul_(rank + 2)
 
-    model, seen, step = wide(), dict[int, Tensor](), 0
+    model, seen, step = wide().to(w.device), dict[int, Tensor](), 0
     wrapper = attach(model)  # held, since a wrapper that is gone releases its module
     for position, param in enumerate(model.parameters()):
 
@@ -532,10 +539,12 @@ def _changed_by_hooks(attach: Attach) -> None:
         for position, param in enumerate(model.parameters()):
             grads = [[*other.parameters()][position].grad for other in alone]
             terms = [grad * (rank + 2) for rank, grad in enumerate(grads) if grad is not None]
-            torch.testing.assert_close(seen[position], grads[w.rank], rtol=0, atol=0)
-            torch.testing.assert_close(param.grad, sum(terms) / w.world_size)
+            assert param.grad is not None
+            torch.testing.assert_close(seen[position].cpu(), grads[w.rank], rtol=0, atol=0)
+            torch.testing.assert_close(param.grad.cpu(), sum(terms) / w.world_size)
 
 
 @pytest.mark.parametrize("attach", WAYS, ids=name_of)
+@ON_GPUS
 def test_hooks_that_change_gradients(attach: Attach) -> None:
     run_ranks(_changed_by_hooks, 2, attach)

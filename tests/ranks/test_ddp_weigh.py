@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from tests.backends import BOTH, EACH_BACKEND, OVER_BOTH
+from tests.backends import BOTH, EACH_BACKEND, OVER_ALL, OVER_BOTH
 from tests.harness import collect_outcomes, run_ranks
 from tests.ranks.ddp_cases import (
     Attach,
@@ -66,7 +66,7 @@ def by_one_process(build: Callable[[], nn.Module], plans: Sequence[Sequence[int]
 def assert_gradients(model: nn.Module, expected: Sequence[Tensor], tolerance: float = 1e-10) -> None:
     for param, grad in zip(model.parameters(), expected, strict=True):
         assert param.grad is not None
-        came = param.grad.to_dense().to(grad.dtype)
+        came = param.grad.to_dense().to("cpu", grad.dtype)
         assert torch.allclose(came, grad, rtol=tolerance, atol=tolerance), f"{came} instead of {grad}"
 
 
@@ -76,13 +76,13 @@ def cut_to(plans: Sequence[Sequence[int]], world_size: int) -> list[tuple[int, .
 
 def _weighed(attach: Attach, plans: Sequence[Sequence[int]], set_to_none: bool) -> None:
     world = lockstep.init(timeout=20)
-    model = attach(wide())
+    model = attach(wide().to(world.device))
     plans = cut_to(plans, world.world_size)
     for step in range(3):
         model.zero_grad(set_to_none=set_to_none)
         for number, counts in enumerate(plans):
             mine = counts[world.rank]
-            inputs = batch(world.rank, number, mine, 5)
+            inputs = batch(world.rank, number, mine, 5).to(world.device)
             if step == 1:
                 world.weigh(mine)  # before the forward or after it
             with lockstep.no_sync(model) if number < len(plans) - 1 else torch.enable_grad():
@@ -98,7 +98,7 @@ def test_the_mean_over_items_is_exact(attach: Attach, plans: list[tuple[int, ...
     run_ranks(_weighed, 3, attach, plans, True)
 
 
-@each_value(each_backend=BOTH, world_size=(1, 2, 4))
+@each_value(on_gpus=True, each_backend=BOTH, world_size=(1, 2, 4))
 def test_it_is_exact_on_any_number_of_ranks(world_size: int) -> None:
     run_ranks(_weighed, world_size, replicate_tiny, [UNEVEN, OTHERS, EQUAL, EQUAL], True)
 
@@ -144,15 +144,15 @@ def _cross_entropy(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 def _tokens(build: Callable[[], nn.Module], cuts: Sequence[int]) -> None:
     """Texts that each rank holds a part of; the mean is over the tokens that are no padding."""
     world = lockstep.init(timeout=20)
-    model, alone = lockstep.replicate(build()), build()
+    model, alone = lockstep.replicate(build().to(world.device)), build()
     tokens, targets = _texts(cuts[-1])
     parts = list(pairwise(cuts))[world.rank :: world.world_size]
     for _ in range(2):
         model.zero_grad()
         for number, (begin, end) in enumerate(parts):
-            mine = targets[begin:end]
+            mine = targets[begin:end].to(world.device)
             with lockstep.no_sync(model) if number < len(parts) - 1 else torch.enable_grad():
-                loss = _cross_entropy(model, tokens[begin:end], mine)
+                loss = _cross_entropy(model, tokens[begin:end].to(world.device), mine)
                 world.weigh((mine != -100).sum())  # type: ignore[arg-type]  # a tensor is a whole number, too
                 differentiate(loss)
                 mean = world.mean(loss)
@@ -165,7 +165,7 @@ def _tokens(build: Callable[[], nn.Module], cuts: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("build", [Tokens, OnlySparse])
-@OVER_BOTH
+@OVER_ALL
 def test_tokens_and_sparse_gradients(build: Callable[[], nn.Module]) -> None:
     run_ranks(_tokens, 2, build, [0, 3, 10])
     run_ranks(_tokens, 2, build, [0, 1, 4, 6, 11])

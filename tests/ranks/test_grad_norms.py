@@ -13,8 +13,9 @@ from torch import nn
 
 import lockstep
 from lockstep.ddp import norms
-from tests.backends import EACH_BACKEND, OVER_BOTH
+from tests.backends import EACH_BACKEND, OVER_ALL
 from tests.harness import run_ranks
+from tests.ranks.ddp_cases import device_of
 
 pytestmark = EACH_BACKEND
 
@@ -29,7 +30,7 @@ def _net(dtype: torch.dtype = torch.float64) -> nn.Sequential:
 def _backward(model: nn.Module, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> None:
     world = lockstep.world()
     inputs = torch.arange(4 * 6, dtype=dtype).reshape(4, 6).cos() * (world.rank + 1)
-    (model(inputs).square().sum() * scale).backward()
+    (model(inputs.to(device_of(model))).square().sum() * scale).backward()
 
 
 def _grads(params: Any) -> list[torch.Tensor]:
@@ -50,7 +51,9 @@ def _compare(params: list[nn.Parameter], what: Any, *how: Any, within: float = 1
 
 def _like_torch(overlap: bool | None, as_view: bool) -> list[float]:
     world = lockstep.init()
-    model = lockstep.replicate(_net(), overlap=overlap, gradient_as_bucket_view=as_view, first_bucket_mb=1e-4)
+    model = lockstep.replicate(
+        _net().to(world.device), overlap=overlap, gradient_as_bucket_view=as_view, first_bucket_mb=1e-4
+    )
     params = list(model.parameters())
     found = []
     for norm_type in (2.0, 1.0, float("inf"), 3.0, 0.5):
@@ -68,7 +71,7 @@ def _like_torch(overlap: bool | None, as_view: bool) -> list[float]:
     return found
 
 
-@OVER_BOTH
+@OVER_ALL
 @pytest.mark.parametrize(("overlap", "as_view"), [(None, True), (True, True), (None, False)])
 def test_clipping_is_torchs_on_all_ranks(each_backend: str, overlap: bool | None, as_view: bool) -> None:
     del each_backend

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep.ddp.in_rounds import InRounds
 from lockstep.step.local_training import local_training_of
-from tests.backends import BOTH, EACH_BACKEND, OVER_BOTH
+from tests.backends import BOTH, EACH_BACKEND, ON_GPUS, OVER_BOTH
 from tests.harness import collect_outcomes, run_ranks
 from tests.ranks.ddp_cases import batch, differentiate, mlp, squares
 from tests.selection import each_value
@@ -38,7 +38,7 @@ def _replica(model: nn.Module) -> InRounds:
 
 
 def _bits(model: nn.Module) -> bytes:
-    return b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in model.state_dict().values())
+    return b"".join(tensor.detach().cpu().contiguous().numpy().tobytes() for tensor in model.state_dict().values())
 
 
 def _steps(model: nn.Module, rank: int, first: int, last: int, optimizer: torch.optim.Optimizer) -> None:
@@ -53,7 +53,8 @@ def _steps(model: nn.Module, rank: int, first: int, last: int, optimizer: torch.
 
 def _train_apart(every: int, steps: int, compress: Literal["int8"] | None, overlap: bool) -> tuple[Any, ...]:
     world = lockstep.init(timeout=20)
-    model = lockstep.replicate(mlp(), sync=lockstep.LocalSteps(every=every, compress=compress, overlap=overlap))
+    how = lockstep.LocalSteps(every=every, compress=compress, overlap=overlap)
+    model = lockstep.replicate(mlp().to(world.device), sync=how)
     _steps(model, world.rank, 0, steps, torch.optim.SGD(model.parameters(), lr=_LR, momentum=0.5))
     lockstep.finish_round(model)
     lockstep.finish_round(model)  # nobody has trained since: nothing changes
@@ -103,7 +104,7 @@ def _by_hand(every: int, steps: int, world_size: int, *, overlap: bool) -> list[
     return [anchor.detach() for anchor in anchors]
 
 
-@each_value(str, each_backend=BOTH, rounds=((4, 14, False), (9, 25, True), (1, 4, True), (1, 5, False)))
+@each_value(str, on_gpus=True, each_backend=BOTH, rounds=((4, 14, False), (9, 25, True), (1, 4, True), (1, 5, False)))
 def test_rounds_are_those_of_one_process_that_holds_all_replicas(rounds: tuple[int, int, bool]) -> None:
     every, steps, overlap = rounds
     expected = _by_hand(every, steps, 3, overlap=overlap)
@@ -116,6 +117,7 @@ def test_rounds_are_those_of_one_process_that_holds_all_replicas(rounds: tuple[i
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@ON_GPUS
 def test_compressed_rounds_end_with_the_same_bits_everywhere_and_near_the_others(overlap: bool) -> None:
     expected = _by_hand(4, 24, 2, overlap=overlap)
     results = run_ranks(_train_apart, 2, 4, 24, "int8", overlap)

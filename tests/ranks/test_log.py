@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.comm.peers import OverGroup
-from tests.backends import EACH_BACKEND, OVER_BOTH
+from tests.backends import EACH_BACKEND, ON_GPUS, OVER_ALL
 from tests.harness import collect_outcomes, run_ranks
 from tests.launching import run
 
@@ -44,6 +44,7 @@ def _log_batches(folder: str, every: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
+@ON_GPUS
 def test_lines_are_means_over_the_samples_of_all_ranks(tmp_path: Path, world_size: int) -> None:
     run_ranks(_log_batches, world_size, str(tmp_path), 2)
     lines = _lines(tmp_path)
@@ -73,7 +74,7 @@ def _log_weighted(folder: str) -> None:
     log.close()
 
 
-@OVER_BOTH
+@OVER_ALL
 def test_what_weighs_may_be_said(tmp_path: Path) -> None:
     run_ranks(_log_weighted, 2, str(tmp_path))
     first, second = _lines(tmp_path, "own.jsonl")

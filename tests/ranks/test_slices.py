@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lockstep
 from lockstep import DistributedDataParallel
-from tests.backends import BOTH, EACH_BACKEND, OVER_BOTH
+from tests.backends import BOTH, EACH_BACKEND, ON_GPUS, OVER_ALL
 from tests.digests import digest_of
 from tests.harness import run_ranks
 from tests.selection import each_value
@@ -61,14 +61,14 @@ def build(make: Callable[[], nn.Module] = Net) -> nn.Module:
 
 def _trained(slices: int, options: dict[str, Any], wrapped: bool, epochs: int = 2) -> list[Any]:
     world = lockstep.init(timeout=30)
-    net: Any = build()
+    net: Any = build().to(world.device)
     model = DistributedDataParallel(net) if wrapped else lockstep.replicate(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     loader = lockstep.shard(DataLoader(samples(), BATCH, shuffle=True), slices=lockstep.Slices(slices, **options))
     losses = []
     for _ in range(epochs):
         for step in loader.steps():
-            total = torch.zeros((), dtype=torch.float64)
+            total = torch.zeros((), dtype=torch.float64, device=world.device)
             for x, y in step:
                 loss = cross_entropy(model(x), y)
                 loss.backward()
@@ -118,7 +118,7 @@ def _mean_over_tokens(model: nn.Module, texts: Tensor) -> Tensor:
 
 def _weighed(slices: int, how: str) -> None:
     world = lockstep.init(timeout=30)
-    model, alone = lockstep.replicate(build(Tokens)), build(Tokens)
+    model, alone = lockstep.replicate(build(Tokens).to(world.device)), build(Tokens)
     loader: Any = lockstep.shard(DataLoader(_padded_texts(), 9), slices=slices)
     for step in loader.steps():
         for (texts,) in step:
@@ -132,11 +132,13 @@ def _weighed(slices: int, how: str) -> None:
         for param, expected in zip(model.parameters(), alone.parameters(), strict=True):
             assert param.grad is not None
             assert expected.grad is not None
-            assert torch.allclose(param.grad, expected.grad, rtol=1e-10, atol=1e-10)
+            assert torch.allclose(param.grad.cpu(), expected.grad, rtol=1e-10, atol=1e-10)
         model.zero_grad()
 
 
-@each_value(str, each_backend=BOTH, spread=((1, 4, "step"), (2, 4, "world"), (3, 9, "step"), (4, 2, "step")))
+@each_value(
+    str, on_gpus=True, each_backend=BOTH, spread=((1, 4, "step"), (2, 4, "world"), (3, 9, "step"), (4, 2, "step"))
+)
 def test_uneven_tokens_are_weighed_exactly(spread: tuple[int, int, str]) -> None:
     world_size, slices, how = spread
     run_ranks(_weighed, world_size, slices, how)
@@ -144,13 +146,13 @@ def test_uneven_tokens_are_weighed_exactly(spread: tuple[int, int, str]) -> None
 
 def _exact(slices: int, keep: bool) -> None:
     """As one backward over the whole batch, the last, shorter one too; and added to what is there."""
-    lockstep.init(timeout=30)
+    world = lockstep.init(timeout=30)
 
     def net() -> nn.Module:
         torch.manual_seed(1)
         return nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 5)).double()
 
-    model, alone = lockstep.replicate(net()), net()
+    model, alone = lockstep.replicate(net().to(world.device)), net()
     data = samples(23)
     loader: Any = lockstep.shard(DataLoader(data, 10), slices=slices)
     for step in loader.steps():
@@ -162,13 +164,14 @@ def _exact(slices: int, keep: bool) -> None:
         for param, expected in zip(model.parameters(), alone.parameters(), strict=True):
             assert param.grad is not None
             assert expected.grad is not None
-            assert torch.allclose(param.grad, expected.grad, rtol=1e-12, atol=1e-12)
+            assert torch.allclose(param.grad.cpu(), expected.grad, rtol=1e-12, atol=1e-12)
         if not keep:
             model.zero_grad()
             alone.zero_grad()
 
 
 @pytest.mark.parametrize("keep", [False, True])
+@ON_GPUS
 def test_the_mean_is_exact_by_sample(keep: bool) -> None:
     for world_size, slices in ((1, 3), (2, 3), (3, 10), (4, 2)):
         run_ranks(_exact, world_size, slices, keep)
@@ -192,7 +195,7 @@ class Kinds(nn.Module):
 
 def _kinds() -> list[str]:
     world = lockstep.init(timeout=30)
-    model = lockstep.replicate(build(Kinds))
+    model = lockstep.replicate(build(Kinds).to(world.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(24, 3, 6, 6, generator=torch.Generator().manual_seed(0))
     loader: Any = lockstep.shard(DataLoader(TensorDataset(x), 12), slices=6)
@@ -205,7 +208,7 @@ def _kinds() -> list[str]:
     return [digest(model.state_dict()), str(world.world_size)]
 
 
-@OVER_BOTH
+@OVER_ALL
 def test_parameters_of_every_kind() -> None:
     found = {digest for world_size in (1, 2, 3) for digest, _ in run_ranks(_kinds, world_size)}
     assert len(found) == 1

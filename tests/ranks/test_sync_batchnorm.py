@@ -10,9 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
+from tests.backends import EACH_BACKEND, ON_GPUS, OVER_ALL
 from tests.harness import collect_outcomes, run_ranks
 
-pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
+pytestmark = [
+    pytest.mark.internals,  # run on other versions of torch and Python, too
+    EACH_BACKEND,
+]
 
 CHANNELS = 3
 
@@ -32,32 +36,32 @@ def _batch(step: int, size: int, shape: tuple[int, ...], dtype: torch.dtype) -> 
     return images.to(dtype), torch.randint(2, (size,), generator=generator)
 
 
-def _train(backend: str, dtype_name: str, shape: tuple[int, ...], sizes: list[list[int]]) -> dict[str, Any]:
+def _train(dtype_name: str, shape: tuple[int, ...], sizes: list[list[int]]) -> dict[str, Any]:
     """Largest differences between these ranks and one process with torch's batch norm; ``sizes``: per step and rank."""
-    world = lockstep.init(backend)
+    world = lockstep.init()
     dtype = getattr(torch, dtype_name)
     alone = _net(dtype, shape)
-    model = lockstep.replicate(lockstep.convert_sync_batchnorm(copy.deepcopy(alone)))
+    model = lockstep.replicate(lockstep.convert_sync_batchnorm(copy.deepcopy(alone)).to(world.device))
     differences = {"output": 0.0, "input gradient": 0.0, "parameter": 0.0, "buffer": 0.0}
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (alone, model)]
     for step, slices in enumerate(sizes):
         images, labels = _batch(step, sum(slices), shape, dtype)
         begin = sum(slices[: world.rank])
         mine = slice(begin, begin + slices[world.rank])
-        whole, part = images.clone().requires_grad_(), images[mine].clone().requires_grad_()
+        whole, part = images.clone().requires_grad_(), images[mine].to(world.device, copy=True).requires_grad_()
         world.share = lockstep.BatchShare(slices[world.rank], sum(slices))
         outputs = alone(whole), model(part)
         nn.functional.cross_entropy(outputs[0], labels).backward()
-        nn.functional.cross_entropy(outputs[1], labels[mine]).backward()
+        nn.functional.cross_entropy(outputs[1], labels[mine].to(world.device)).backward()
         assert whole.grad is not None
         if len(part):
             assert part.grad is not None
             # The gradient of this rank's own loss: the replica's weights apply to parameters.
-            as_global = part.grad * slices[world.rank] / sum(slices)
+            as_global = part.grad.cpu() * slices[world.rank] / sum(slices)
             differences["input gradient"] = max(
                 differences["input gradient"], float((as_global - whole.grad[mine]).abs().max())
             )
-            difference = float((outputs[1] - outputs[0][mine]).abs().max())
+            difference = float((outputs[1].cpu() - outputs[0][mine]).abs().max())
             differences["output"] = max(differences["output"], difference)
         for optimizer in optimizers:
             optimizer.step()
@@ -67,26 +71,27 @@ def _train(backend: str, dtype_name: str, shape: tuple[int, ...], sizes: list[li
         "parameter": zip(alone.parameters(), model.parameters(), strict=True),
         "buffer": zip(alone.buffers(), model.buffers(), strict=True),
     }.items():
-        differences[kind] = max(float((a - b).abs().max()) for a, b in pairs)
+        differences[kind] = max(float((a - b.cpu()).abs().max()) for a, b in pairs)
     bits = torch.cat([buffer.double().reshape(-1) for buffer in model.buffers()]).tolist()
     return {"differences": differences, "buffers": bits}
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("shape", [(), (3, 3)], ids=["linear", "images"])
-def test_equal_and_unequal_slices_train_as_one_process(backend: str, world_size: int, shape: tuple[int, ...]) -> None:
+@OVER_ALL
+def test_equal_and_unequal_slices_train_as_one_process(world_size: int, shape: tuple[int, ...]) -> None:
     equal = [4] * world_size
     unequal = [5, 1, 2][:world_size]
     empty = [3, 0, 2][:world_size]
-    results = run_ranks(_train, world_size, backend, "float64", shape, [equal, unequal, empty, unequal])
+    results = run_ranks(_train, world_size, "float64", shape, [equal, unequal, empty, unequal])
     for result in results:
         assert max(result["differences"].values()) < 1e-12, result["differences"]
         assert result["buffers"] == results[0]["buffers"], "not the same bits on every rank"
 
 
+@ON_GPUS
 def test_float32_is_as_near_as_float32_can_be() -> None:
-    for result in run_ranks(_train, 2, "gloo", "float32", (3, 3), [[5, 2]] * 4):
+    for result in run_ranks(_train, 2, "float32", (3, 3), [[5, 2]] * 4):
         assert max(result["differences"].values()) < 5e-6, result["differences"]
 
 
@@ -162,13 +167,14 @@ def _compiled() -> float:
     world = lockstep.init()
     torch.manual_seed(5)
     plain = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    model = lockstep.replicate(lockstep.convert_sync_batchnorm(copy.deepcopy(plain)))
+    model = lockstep.replicate(lockstep.convert_sync_batchnorm(copy.deepcopy(plain)).to(world.device))
     compiled = torch.compile(model, backend="eager")
     values = torch.randn(6, 2)
-    found = compiled(values[world.rank * 3 : world.rank * 3 + 3])
+    found = compiled(values[world.rank * 3 : world.rank * 3 + 3].to(world.device))
     found.square().mean().backward()
-    return float((found - plain(values)[world.rank * 3 : world.rank * 3 + 3]).abs().max())
+    return float((found.cpu() - plain(values)[world.rank * 3 : world.rank * 3 + 3]).abs().max())
 
 
+@ON_GPUS
 def test_a_compiled_model_synchronises_as_well() -> None:
     assert max(run_ranks(_compiled, 2)) < 1e-6

@@ -17,16 +17,19 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep.ddp.api import replica_of
 from lockstep.errors import ReplicaMismatch
-from tests.backends import BOTH, EACH_BACKEND, OVER_BOTH
+from tests.backends import BOTH, EACH_BACKEND, OVER_ALL, OVER_BOTH
 from tests.harness import collect_outcomes, run_ranks
-from tests.ranks.ddp_cases import batch, differentiate, mlp
+from tests.ranks.ddp_cases import batch, differentiate, inputs_for, mlp
 from tests.selection import each_value
 
 pytestmark = EACH_BACKEND
 
 
 def _write_bit(tensor: Tensor, bit: int) -> None:
-    """Flip a bit of a tensor as a debugger would: in the process's memory, past torch."""
+    """Flip a bit of a tensor as a debugger would: past torch, in the process's memory or that of a GPU."""
+    if tensor.device.type != "cpu":
+        tensor.data.reshape(-1).view(torch.uint8)[bit // 8].bitwise_xor_(1 << bit % 8)
+        return
     memory = os.open("/proc/self/mem", os.O_RDWR)
     try:
         address = tensor.data_ptr() + bit // 8
@@ -38,7 +41,7 @@ def _write_bit(tensor: Tensor, bit: int) -> None:
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
     dtype = next(model.parameters()).dtype
-    differentiate(model(batch(rank, step, 4, 5, dtype=dtype)).square().mean())
+    differentiate(model(inputs_for(model, rank, step, dtype)).square().mean())
     optimizer.step()
     optimizer.zero_grad()
 
@@ -58,6 +61,8 @@ def _steps_until_found(
 # Planted ------------------------------------------------------------------------------------------------------------
 
 _KINDS = ("parameter", "exp_avg", "exp_avg_sq", "step")
+#: Steps until a difference that was found on a GPU has come to the host, which does not wait for it.
+_LATER = {"nccl": 2}
 
 
 def _flip_and_train(
@@ -72,7 +77,7 @@ def _flip_and_train(
     results = []
     for trial in range(trials):
         drawn = random.Random(f"{seed} {trial}")
-        model = mlp(torch.float32)
+        model = mlp(torch.float32).to(w.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         lockstep.replicate(model, compare_every="auto" if every is None else every)
         name, param = drawn.choice([*model.named_parameters()])
@@ -92,12 +97,13 @@ def _flip_and_train(
 
 def _arrays(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     states = [value for state in optimizer.state.values() for value in state.values()]
-    return [each.detach().numpy() for each in [*model.parameters(), *states]]
+    return [each.detach().cpu().numpy() for each in [*model.parameters(), *states]]
 
 
 def _equal(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether all ranks hold the same bits."""
     everything = torch.cat([torch.from_numpy(each).reshape(-1).view(torch.uint8) for each in _arrays(model, optimizer)])
+    everything = everything.to(lockstep.world().device)
     rows = [torch.empty_like(everything) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, everything)
     return all(torch.equal(row, rows[0]) for row in rows)
@@ -120,14 +126,15 @@ def _assert_found(results: list[list[tuple[Any, ...]]], *, every: int) -> None:
             assert "0 of" in said or "1 of" in said
 
 
-@each_value(each_backend=BOTH, world_size=(2, 3))
-def test_a_flipped_bit_is_found_in_the_next_step(world_size: int) -> None:
-    _assert_found(run_ranks(_flip_and_train, world_size, 1, _KINDS, 6, 1, 3), every=1)
+@each_value(on_gpus=True, each_backend=BOTH, world_size=(2, 3))
+def test_a_flipped_bit_is_found_in_the_next_step(each_backend: str, world_size: int) -> None:
+    _assert_found(run_ranks(_flip_and_train, world_size, 1, _KINDS, 6, 1, 3), every=1 + _LATER.get(each_backend, 0))
 
 
-@OVER_BOTH
-def test_a_flipped_bit_of_a_parameter_is_found_within_the_steps_asked_for() -> None:
-    _assert_found(run_ranks(_flip_and_train, 3, 2, ("parameter",), 4, 7, 10), every=7)
+@OVER_ALL
+def test_a_flipped_bit_of_a_parameter_is_found_within_the_steps_asked_for(each_backend: str) -> None:
+    found = run_ranks(_flip_and_train, 3, 2, ("parameter",), 4, 7, 10)
+    _assert_found(found, every=7 + _LATER.get(each_backend, 0))
 
 
 @pytest.mark.campaign

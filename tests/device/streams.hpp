@@ -1,6 +1,7 @@
 // Streams of the simulated device: each is a thread that works off a queue, as slowly and as unevenly as a test wants.
 #pragma once
 
+#include <ATen/Parallel.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 #include <c10/util/Exception.h>
@@ -126,7 +127,10 @@ inline uint64_t mixed(uint64_t value) {  // splitmix64
 struct Queue {
   Queue(DeviceIndex of, StreamId number) : device(of), id(number) {
     started = true;
-    std::thread([this] { work_off(); }).detach();
+    std::thread([this] {
+      at::init_num_threads();  // else its first products are cut for as many threads as there are cores, later ones not
+      work_off();
+    }).detach();
   }
   const DeviceIndex device;
   const StreamId id;

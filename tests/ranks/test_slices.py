@@ -80,7 +80,7 @@ def _trained(slices: int, options: dict[str, Any], wrapped: bool, epochs: int = 
     return [digest(net.state_dict(), optimizer.state_dict(), between), losses, int(net.norm.num_batches_tracked)]
 
 
-@each_value(each_backend=BOTH, slices=(4, 6, 8, 1), world_size=(4, 3, 2))
+@each_value(on_gpus=True, each_backend=BOTH, slices=(4, 6, 8, 1), world_size=(4, 3, 2))
 def test_the_bits_are_the_same_on_any_number_of_ranks(slices: int, world_size: int) -> None:
     (expected,) = run_ranks(_trained, 1, slices, {}, False)
     assert expected[2] == 2 * 3  # a step counts as one

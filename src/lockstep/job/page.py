@@ -265,12 +265,12 @@ class Pages:
         for _ in range(20):
             mark = self.get(rank, Cell.MARK)
             with self.page(rank) as page:
-                texts = [_decode(page, text) for text in Text]
+                waits_in, reason, stepped_at = (_decode(page, text) for text in Text)
             if self.get(rank, Cell.MARK) == mark:
                 break
         steps = self.get(rank, Cell.STEPS)
         on_device = mark != 0 and self.get(rank, Cell.ON_DEVICE) == mark
-        return Look(Mark.of(mark), steps - 1 if steps else None, *texts, on_device=on_device)
+        return Look(Mark.of(mark), steps - 1 if steps else None, waits_in, reason, stepped_at, on_device=on_device)
 
     def close(self) -> None:
         """Let go of the memory. A second call does nothing."""

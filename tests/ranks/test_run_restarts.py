@@ -58,7 +58,7 @@ def test_killed_ranks_come_back_and_finish(tmp_path: Path) -> None:
 def test_restarts_are_used_up(tmp_path: Path) -> None:
     done = _run(tmp_path, _KILLED, "--max-restarts", "1")
     assert done.code == 128 + signal.SIGKILL
-    assert done.err.rstrip().endswith("not restarted: the one restart is used up (--max-restarts)")
+    assert "not restarted: the one restart is used up (--max-restarts)\nlockstep: the last checkpoint is of" in done.err
 
 
 def test_the_same_error_at_the_same_step_stops_the_job(tmp_path: Path) -> None:

@@ -412,6 +412,14 @@ def is_made_of_tensors(tensor: Any) -> bool:
 #: The attribute in which a module names the parameters and buffers that DDP leaves alone.
 #: Libraries set it for torch's DDP, through one of its static methods, and there is no public name for it.
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+_NO_NAMES: frozenset[str] = frozenset()
+
+
+def ignored_by_ddp(module: torch.nn.Module) -> frozenset[str]:
+    """Return the names of the parameters and buffers of a module that DDP leaves alone."""
+    # It is looked up where it is set; a missing attribute takes nn.Module's ``__getattr__`` ten times as long.
+    names = module.__dict__.get(IGNORED_BY_DDP) or getattr(type(module), IGNORED_BY_DDP, None)
+    return frozenset(names) if names else _NO_NAMES
 
 
 def compiled_autograd() -> tuple[Callable[[], object], Callable[[Any], bool]]:

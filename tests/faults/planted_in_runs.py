@@ -41,6 +41,13 @@ RUN_FAULTS = [
         ("tests/unit/test_finite_checkpoints.py", "-k", "load_weights or export"),
     ),
     Fault(
+        "a run resumes from a checkpoint in which the ranks differed",
+        "checkpoint/manifest.py",
+        "return self.not_finite is None and self.apart is None",
+        "return self.not_finite is None",
+        ("tests/ranks/test_shared_writing.py", "-k", "differed"),
+    ),
+    Fault(
         "a negative NaN counts as finite",
         "checkpoint/finite.py",
         " and int(bits.max()) <= self.largest + sign",

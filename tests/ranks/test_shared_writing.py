@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -119,18 +120,20 @@ def test_a_checkpoint_in_which_ranks_differed_replaces_none_and_no_run_resumes_f
     assert (step, words in said[0]) == (6, True)
 
 
-def _leave_alone(folder: str) -> tuple[list[int] | None, list[str]]:
+def _leave_alone(folder: str, within: bool) -> tuple[list[int] | None, list[str]]:
     world = lockstep.init()
     model, optimizer = _trained()
     model._ddp_params_and_buffers_to_ignore = ["0.weight"]  # type: ignore[assignment]
     model.get_parameter("0.weight").data.add_(world.rank)
     lockstep.replicate(model)
-    saved = lockstep.Checkpointer(folder, model=model, optimizer=optimizer)
+    whole = nn.ModuleDict({"trained": model, "other": nn.Identity()}) if within else model
+    saved = lockstep.Checkpointer(folder, model=whole, optimizer=optimizer)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         apart = read_manifest(saved.save()).apart
     return apart, [str(warning.message) for warning in caught]
 
 
-def test_parameters_that_replicas_leave_alone_may_differ(tmp_path: Path) -> None:
-    assert run_ranks(_leave_alone, 2, str(tmp_path)) == [(None, [])] * 2
+@pytest.mark.parametrize("within", [False, True])
+def test_parameters_that_replicas_leave_alone_may_differ(within: bool, tmp_path: Path) -> None:
+    assert run_ranks(_leave_alone, 2, str(tmp_path), within) == [(None, [])] * 2

@@ -349,6 +349,12 @@ def test_a_manifest_that_names_nothing_sensible_is_damaged(run: Path) -> None:
         (folder / "manifest.json").write_bytes(changed.to_json())
         with pytest.raises(lockstep.CheckpointCorrupt, match="what is not finite is not named by file"):
             read_manifest(folder)
+    no_ranks: list[Any] = [[], {}, "1", [1, "2"], [True]]
+    for ranks in no_ranks:
+        changed = type(manifest)(**{**vars(manifest), "apart": ranks})
+        (folder / "manifest.json").write_bytes(changed.to_json())
+        with pytest.raises(lockstep.CheckpointCorrupt, match="the ranks that differed are not a list of ranks"):
+            read_manifest(folder)
 
 
 def test_checkpoints_of_earlier_versions_are_taken_as_ever() -> None:

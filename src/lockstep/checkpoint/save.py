@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lockstep import callsite, knobs
-from lockstep._torch import IGNORED_BY_DDP
+from lockstep._torch import ignored_by_ddp
 from lockstep.checkpoint import finite, folders, state
 from lockstep.checkpoint.encoding import PIECE, encode, new_digest
 from lockstep.checkpoint.folders import MANIFEST
@@ -115,7 +116,16 @@ def _lay_out(run: RunState, world: World, meant: finite.Meant) -> StateLayout:
         world_size=world.world_size,
         judged=run.judges(),
         meant=run.without_trained(meant),
-        ignored=frozenset(map(plain, getattr(model, IGNORED_BY_DDP, None) or ())),
+        ignored=_ignored(model, plain),
+    )
+
+
+def _ignored(model: nn.Module, plain: Callable[[str], str]) -> frozenset[str]:
+    """Return what replicas leave alone: of the model, or of a part of it that is replicated by itself."""
+    return frozenset(
+        plain(f"{path}.{name}" if path else name)
+        for path, module in model.named_modules()
+        for name in ignored_by_ddp(module)
     )
 
 
@@ -170,18 +180,19 @@ def write(
             draft.create(name)
         return draft.path.name
 
-    def finish(written: list[Written]) -> tuple[str, dict[str, list[str]] | None]:
+    def finish(written: list[Written]) -> tuple[str, bool]:
         if draft is None:
-            return "", None
+            return "", False
         check()
         entries = plan.entries([own.digests for own in written])
         not_finite = plan.not_finite([own.beyond for own in written])
         apart = list(plan.parameters_apart) or None
-        path = draft.commit(_manifest(moment, peers.world_size, entries, not_finite=not_finite, apart=apart))
+        manifest = _manifest(moment, peers.world_size, entries, not_finite=not_finite, apart=apart)
+        path = draft.commit(manifest)
         tidy(path)
         if not_finite:
             callsite.warn(_words_on_not_finite(path, not_finite), RuntimeWarning)
-        return path.name, not_finite
+        return path.name, manifest.is_sound
 
     try:
         _, drafts = together(peers, begin, lambda name: name)
@@ -198,8 +209,8 @@ def write(
         if draft is not None:
             draft.discard()
         raise
-    name, not_finite = told[0]
-    return Saved(root / str(name), is_sound=not not_finite and not plan.parameters_apart)
+    name, is_sound = told[0]
+    return Saved(root / str(name), is_sound=bool(is_sound))
 
 
 @dataclass(frozen=True)

@@ -17,19 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import _torch
+from lockstep._torch import ignored_by_ddp
 
-_NONE: frozenset[str] = frozenset()
 #: Index that stands for None in a module's place.
 _NOTHING = -1
 _buffers, _modules = operator.attrgetter("_buffers"), operator.attrgetter("_modules")
 _referent: Callable[[weakref.ref[Any]], Any] = weakref.ref.__call__
-
-
-def ignored_names(module: nn.Module) -> frozenset[str]:
-    """Return names of the parameters and buffers that are left alone."""
-    # It is looked up where it is set; a missing attribute takes nn.Module's ``__getattr__`` ten times as long.
-    names = module.__dict__.get(_torch.IGNORED_BY_DDP) or getattr(type(module), _torch.IGNORED_BY_DDP, None)
-    return frozenset(names) if names else _NONE
 
 
 def ignore(module: nn.Module, names: Iterable[str]) -> None:
@@ -39,13 +32,13 @@ def ignore(module: nn.Module, names: Iterable[str]) -> None:
 
 def parameters_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield names and parameters that the replica compares, sends and averages."""
-    ignored = ignored_names(module)
+    ignored = ignored_by_ddp(module)
     return ((name, param) for name, param in module.named_parameters() if name not in ignored)
 
 
 def buffers_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield names and buffers that the replica compares and sends."""
-    ignored = ignored_names(module)
+    ignored = ignored_by_ddp(module)
     if not ignored:
         return module.named_buffers()
     return ((name, buffer) for name, buffer in module.named_buffers() if name not in ignored)
@@ -115,7 +108,7 @@ class Buffers:
             parts = self._tree.parts() or []
         if not self._tree.is_scripted and not any(map(_buffers, parts)):
             return []
-        if self._tree.is_scripted or ignored_names(module):
+        if self._tree.is_scripted or ignored_by_ddp(module):
             return [buffer for _, buffer in buffers_of(module)]
         named = [buffer for part in parts for buffer in part._buffers.values() if buffer is not None]
         return [*dict(zip(map(id, named), named, strict=True)).values()]

@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from lockstep import accelerator, callsite
+from lockstep._torch import ignored_by_ddp
 from lockstep.ddp import api
 from lockstep.ddp.comm_hooks import CommHook, fp16_compress_hook
-from lockstep.ddp.members import buffers_of, ignore, ignored_names, parameters_of
+from lockstep.ddp.members import buffers_of, ignore, parameters_of
 from lockstep.ddp.options import CheckFinite, CompareEvery, ReplicaOptions
 from lockstep.ddp.replica import Replica
 from lockstep.step import streams
@@ -121,7 +122,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.dim, self.static_graph = dim, static_graph
         self.find_unused_parameters, self.gradient_as_bucket_view = find_unused_parameters, gradient_as_bucket_view
         #: The names of parameters and buffers that are left alone.
-        self.parameters_to_ignore = set(ignored_names(module))
+        self.parameters_to_ignore = set(ignored_by_ddp(module))
         if broadcast_buffers is None or forward_sync_buffers is not None:
             broadcast_buffers = forward_sync_buffers is not False
         self._options = ReplicaOptions(

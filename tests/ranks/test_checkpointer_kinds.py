@@ -294,7 +294,7 @@ def _compiled(module: nn.Module) -> Any:
 
 def _wrappers(folder: str) -> list[str]:
     world = lockstep.init()
-    torch.manual_seed(3)
+    torch.manual_seed(world.rank)
     kinds: dict[str, Callable[[], Any]] = {
         "plain": lambda: Deep(lambda module: module),
         "regional compile": lambda: Deep(_compiled),
@@ -325,7 +325,7 @@ def _wrappers(folder: str) -> list[str]:
             again = copy.deepcopy(average) if one == "scripted" else torch.optim.swa_utils.AveragedModel(into)
             for value in (*into.state_dict().values(), *again.state_dict().values()):
                 value.fill_(7)
-            lockstep.Checkpointer(at, model=into, extra={"average": again}).restore()
+            lockstep.Checkpointer(at, model=into, extra={"average": again}).restore(only_sound=False)
             if world.is_main and tensors(into) != expected:
                 wrong.append(f"{one} into {other}: the model")
             if world.is_main and tensors(again) != tensors(average):

@@ -89,7 +89,7 @@ def test_equal_and_unequal_slices_train_as_one_process(world_size: int, shape: t
         assert result["buffers"] == results[0]["buffers"], "not the same bits on every rank"
 
 
-@ON_GPUS
+@OVER_ALL
 def test_float32_is_as_near_as_float32_can_be() -> None:
     for result in run_ranks(_train, 2, "float32", (3, 3), [[5, 2]] * 4):
         assert max(result["differences"].values()) < 5e-6, result["differences"]

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lockstep.job import flight
 from lockstep.job.device import Event
+from lockstep.job.page import Pages
 
 
 class Passed:
@@ -23,6 +29,19 @@ class Passed:
 
     def synchronize(self) -> None:
         self._stream.done = max(self._stream.done, self.at)
+
+
+@contextmanager
+def own_page(folder: Path) -> Iterator[Pages]:
+    """Let this process be rank 1 of 2, and write a page; yield the pages of both."""
+    before = flight.current
+    pages = Pages(folder, 2)
+    with pages.page(1) as page:
+        own = flight.use(flight.Flight(page, rank=1, pages=pages))
+        yield pages
+        flight.use(before)
+        own._cells.release()
+    pages.close()
 
 
 class Stream:

@@ -14,21 +14,15 @@ from lockstep.job.account import Progress
 from lockstep.job.page import Cell, Pages, Phase
 from lockstep.job.summary import RunSummary, Summary
 from tests.device import simulation
-from tests.devices import Stream
+from tests.devices import Stream, own_page
 
 _STEPS = 3 * device.EVERY
 
 
 @pytest.fixture
 def pages(tmp_path: Path) -> Iterator[Pages]:
-    before = flight.current
-    pages = Pages(tmp_path, 2)
-    with pages.page(1) as page:
-        own = flight.use(flight.Flight(page, rank=1, pages=pages))
+    with own_page(tmp_path) as pages:
         yield pages
-        flight.use(before)
-        own._cells.release()
-    pages.close()
 
 
 def _step(stream: Stream) -> None:

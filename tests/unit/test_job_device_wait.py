@@ -9,19 +9,13 @@ import pytest
 
 from lockstep.job import device, device_wait, flight
 from lockstep.job.page import Pages, Phase
-from tests.devices import Stream
+from tests.devices import Stream, own_page
 
 
 @pytest.fixture
 def pages(tmp_path: Path) -> Iterator[Pages]:
-    before = flight.current
-    pages = Pages(tmp_path, 2)
-    with pages.page(1) as page:
-        own = flight.use(flight.Flight(page, rank=1, pages=pages))
+    with own_page(tmp_path) as pages:
         yield pages
-        flight.use(before)
-        own._cells.release()
-    pages.close()
 
 
 @pytest.fixture

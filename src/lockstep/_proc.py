@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +71,11 @@ def started(pid: int) -> int | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if found is None or found.is_dead else found.started
+
+
+def age(started: int) -> float:
+    """Return for how many seconds a process has run that started at this time, as :func:`started` returns it."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / _TICKS
 
 
 def boot_id() -> str:

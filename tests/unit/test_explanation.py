@@ -108,7 +108,9 @@ def test_a_run_that_failed_names_rank_step_and_error(tmp_path: Path) -> None:
     assert late["text"] == "rank 1 is late\nits stack\nrank 1 goes on"
     mend, again = told["next"]
     assert mend == "fix what the error of rank 1 says: lockstep.ReplicaMismatch: rank 1 differs"
-    assert again.startswith("mend the line that one rank runs alone, then run the same command again: it passes over")
+    assert again.startswith(
+        "then run the same command again: it passes over checkpoints in which a save saw the difference"
+    )
     assert "lockstep checkpoint rewind FOLDER --to STEP" in again
     assert "2,000 or later" in again
     text = _explained(folder)

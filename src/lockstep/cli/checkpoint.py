@@ -169,8 +169,8 @@ def show(folder: Path, step: int | None, as_json: bool) -> None:
 def verify(folder: Path, step: int | None, as_json: bool) -> None:
     """Read the checkpoints of a run completely and compare them with their digests.
 
-    The exit code is 1 if a checkpoint is damaged. Those that are not sound (NaN or
-    infinite values, ranks that differed) are reported, but that is no damage.
+    The exit code is 1 if a checkpoint is damaged. One that is not sound (NaN or infinite values, ranks that differed)
+    is reported, and counts as no damage.
     """
     with errors():
         from lockstep.checkpoint import inspect
@@ -222,8 +222,8 @@ def prune(
 ) -> None:
     """Remove all checkpoints of a run except those that an option keeps.
 
-    The newest complete and sound checkpoint is always kept, and so are newer ones and those that a process is
-    reading. It is safe to prune while a job is training in the folder.
+    The newest complete and sound checkpoint is always kept, and so are newer ones and those that a process is reading.
+    It is safe to prune while a job is training in the folder.
     """
     with errors():
         from lockstep.checkpoint import inspect
@@ -320,8 +320,7 @@ def export(folder: Path, output: Path, step: int | None, format_: Any, extra: st
     """Export the model of a checkpoint to one file, OUTPUT.
 
     OUTPUT is a .safetensors file, or a torch file (.pt, .pth) that torch.load(weights_only=True) reads. Every byte is
-    verified. Without --step, the newest checkpoint that is complete and sound is exported; newer ones are
-    named.
+    verified. Without --step, the newest checkpoint that is complete and sound is exported; newer ones are named.
     """
     with errors():
         from lockstep.checkpoint import inspect

@@ -32,6 +32,8 @@ from lockstep.job import flight
 from lockstep.job.device import Device, Event
 from lockstep.job.page import Cell
 
+#: The longest wait for the end of the thread, in seconds.
+_ENDING = 5.0
 _MARK, _ON_DEVICE = int(Cell.MARK), int(Cell.ON_DEVICE)
 
 
@@ -78,9 +80,9 @@ class DeviceWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, and wait for its end."""
+        """End the thread, and wait for its end, but not for a driver that does not answer."""
         self._ends.set()
-        self._thread.join()
+        self._thread.join(_ENDING)
 
     def _watch(self) -> None:
         while not self._ends.wait(self._every):

@@ -80,7 +80,7 @@ class Flight:
 
     @property
     def cells(self) -> memoryview:
-        """The numbers of the page, int64 [PAGE / 8]: what has one writer beside this one is written there."""
+        """The numbers of the page, int64 [PAGE / 8], for another writer in this process, which has cells of its own."""
         return self._cells
 
     @property
@@ -126,8 +126,8 @@ class Flight:
 
     @property
     def step(self) -> int:
-        """Return the number of the step under way, from 1: of the whole run if a Checkpointer counts its steps, else of
-        this process."""
+        """The number of the step under way, from 1: in the whole run if a Checkpointer counts its steps, else in this
+        process."""
         return self._cells[Cell.RUN_STEPS] or max(1, self._cells[_STEPS])
 
     @property

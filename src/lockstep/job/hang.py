@@ -34,9 +34,10 @@ A rank whose device is still in the latest backward waits, too: Note [Waiting fo
 have a long kernel of its own. So where all wait in this way nobody is late, and where some do, the ranks have a minute
 before they count as waiting in different collectives.
 
-If all ranks stand still, all are named. If all ranks wait, none is late: they wait in different collectives, which no
-work of a save or of an evaluation explains, or for another machine (reported after a minute). If none is known to wait
-and none moves, their stacks tell which of them wait; see :func:`settle`.
+If all ranks stand still, all are named. If all ranks wait, none is late: they wait in different collectives, or for
+another machine (reported after a minute). Where these are all ranks of the job, the longer times of saving, evaluating
+and compiling do not apply, since none of them is at work. If none is known to wait and none moves, their stacks tell
+which of them wait; see :func:`settle`.
 
 Note [The launcher's clock]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~

@@ -165,8 +165,7 @@ def _may_be_of(pid: int, path: str) -> bool:
     started = _proc.started(pid)
     if started is None:
         return False
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
-    if time.time() - os.stat(path).st_mtime < age + 1.0:  # (the process's age is known to a hundredth of a second)
+    if time.time() - os.stat(path).st_mtime < _proc.age(started) + 1.0:  # (which is right to a hundredth of a second)
         return True
     holds = (os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd"))
     return path in _proc.read(pid, "maps") or path in set(holds)  # the clock may have been set

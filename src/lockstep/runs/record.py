@@ -85,6 +85,7 @@ class Recorder:
         self._notes: Notes | None = None
         #: One checkpoint in ``_stride`` is noted; the number of checkpoints so far.
         self._stride, self._checkpoints = 1, 0
+        #: The step of the last one, noted or not.
         self._last_checkpoint: int | None = None
         self._failed = False
 

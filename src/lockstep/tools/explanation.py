@@ -120,9 +120,9 @@ class Explanation:
             return "run the same command again; this run noted no checkpoint to resume from"
         if self._replicas_differed:
             return (
-                "mend the line that one rank runs alone, then run the same command again: it passes over checkpoints "
-                f"in which a save saw the difference (the newest is of step {last['step']:,} or later). If the error "
-                "says that it began before those, go back further: lockstep checkpoint rewind FOLDER --to STEP"
+                "then run the same command again: it passes over checkpoints in which a save saw the difference (the "
+                f"newest is of step {last['step']:,} or later). If the error says that it began before those, go back "
+                "further: lockstep checkpoint rewind FOLDER --to STEP"
             )
         return (
             "run the same command again: it resumes from the newest sound checkpoint, "

@@ -420,6 +420,18 @@ def test_copies_by_data_parallel_are_marked() -> None:
     assert _torch.COPY_BY_DATA_PARALLEL in module._replicate_for_data_parallel().__dict__  # one on each of several GPUs
 
 
+def test_what_ddp_ignores() -> None:
+    class Named(nn.Linear):
+        _ddp_params_and_buffers_to_ignore = ("weight",)
+
+    module = nn.Linear(2, 2)
+    assert _torch.ignored_by_ddp(module) == frozenset()
+    ddp = torch.nn.parallel.DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(module, ["bias"])
+    assert _torch.ignored_by_ddp(module) == {"bias"}
+    assert _torch.ignored_by_ddp(Named(2, 2)) == {"weight"}
+
+
 class _Wrapped:
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -140,13 +140,15 @@ def test_a_run_is_listed_asked_for_its_stacks_and_readable_when_it_was_killed(tm
         listed = _say(tmp_path)
         assert re.search(r"^1 .* runs +2 .*stragglers\.py none 0 60", listed.stdout, re.MULTILINE), listed
         shown = _say(tmp_path, "stack", "1", "1")
-        assert shown.stdout.startswith("rank 1:\n"), shown
+        asked = re.match(r"rank 1 \(process (\d+)\):\n", shown.stdout)
+        assert asked, shown
         assert "stragglers.py" in shown.stdout
         assert _say(tmp_path, "stack", "1", "7").stderr.endswith(
             "has no rank 7 on this machine: it has ranks 0 and 1\n"
         )
         now = _say(tmp_path, "top", "--once")
-        assert re.search(r"^ +1 +\d+ +\d+\.\d +\d+% +\d+% +\d+ MiB ", now.stdout, re.MULTILINE), now
+        told = rf"^ +1 +{asked[1]} +\d+ +\d+\.\d +\d+% +\d+% +\d+ MiB "
+        assert re.search(told, now.stdout, re.MULTILINE), now
         (series,) = (tmp_path / "state").rglob("series-0.bin")
         rows = series.stat().st_size
         wait_for(lambda: series.stat().st_size > rows, "another row")

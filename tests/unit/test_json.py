@@ -56,6 +56,12 @@ def live(tmp_path: Path) -> Iterator[Path]:
         rank.wait(timeout=10)
 
 
+def _pid(live: Path) -> int:
+    """Return the process of a live run's rank, from its record."""
+    (pid,) = json.loads((live / "run.json").read_text())["starts"][0]["ranks"].values()
+    return int(pid)
+
+
 def test_the_list_of_runs(tmp_path: Path) -> None:
     _recorded(tmp_path / "a", exit_code=75, nonfinite={"loss": {"first": 4, "since": None}})
     write_record(tmp_path / "b", began=BEGAN + 1)  # its series is not there
@@ -87,7 +93,8 @@ def test_two_runs_compared(tmp_path: Path) -> None:
 def test_one_look_at_a_run_that_goes_on(live: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda _seconds: None)
     told = holds(_runs("top", live, "--json").stdout, "lockstep.runs.top/1")
-    assert [(rank["rank"], rank["step"], rank["doing"]) for rank in told["ranks"]] == [(0, 300, "start")]
+    (rank,) = told["ranks"]
+    assert (rank["rank"], rank["pid"], rank["step"], rank["doing"]) == (0, _pid(live), 300, "start")
     assert told["logged"]["loss"] == pytest.approx(1 / 6000)
     assert [told[key] for key in ("samples_per_second", "tokens_per_second", "flops_per_second", "mfu")] == [None] * 4
 
@@ -120,7 +127,7 @@ def test_a_look_tells_what_the_ranks_get_done(live: Path, monkeypatch: pytest.Mo
 
 def test_the_stacks_of_a_run_that_goes_on(live: Path) -> None:
     (rank,) = holds(_runs("stack", live, "--json").stdout, "lockstep.runs.stack/1")["ranks"]
-    assert rank["rank"] == 0
+    assert (rank["rank"], rank["pid"]) == (0, _pid(live))
     assert rank["stack"].endswith("does not answer: it has not begun yet, or is leaving")
 
 

@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from lockstep import _proc
 from lockstep.cli import main
 from lockstep.cli.runs import _now
 from lockstep.job import notes
@@ -366,6 +367,22 @@ def test_runs_are_found_by_number_name_and_folder(tmp_path: Path, clock: _Clock)
         history.find("cccc", homes)
 
 
+def test_a_look_at_ranks_takes_the_newest_run_that_goes_on(tmp_path: Path, clock: _Clock) -> None:
+    """A short run may begin after one that goes on, and end: its ranks can't be looked at."""
+    for number, name in enumerate(["goes on", "has ended"]):
+        _record(tmp_path / name, clock, step=0.1)
+        about = {**json.loads((tmp_path / name / "run.json").read_text()), "began": 100.0 + number}
+        if number == 0:
+            del about["ended"]
+            about |= {"launcher": os.getpid(), "launcher_began": _proc.started(os.getpid())}
+        (tmp_path / name / "run.json").write_text(json.dumps(about))
+    assert history.find(None, [tmp_path]).name == "has ended"
+    assert history.find(None, [tmp_path], going_on=True).name == "goes on"
+    assert history.find("1", [tmp_path], going_on=True).name == "has ended", "a number is a place in the list"
+    (tmp_path / "goes on" / "run.json").unlink()
+    assert history.find(None, [tmp_path], going_on=True).name == "has ended", "which is then said"
+
+
 def test_a_number_means_the_same_to_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("lockstep.cli.runs"), "homes", lambda: [tmp_path / "home"])
     for folder, began in (("home/older", 100.0), ("home/newer", 200.0), ("elsewhere/run", 300.0)):
@@ -588,13 +605,16 @@ def test_no_percentage(text: str) -> None:
 
 def test_what_ranks_wait_in_leaves_the_numbers_their_room(tmp_path: Path, clock: _Clock) -> None:
     _record(tmp_path, clock, step=0.01)
-    rows = [Row(rank, f"waits in all_reduce {'#' * 200}", 1234, 56.7, 0.25, 0.1, 300 << 20) for rank in range(2)]
+    rows = [
+        Row(rank, 1000 + rank, f"waits in all_reduce {'#' * 200}", 1234, 56.7, 0.25, 0.1, 300 << 20)
+        for rank in range(2)
+    ]
     with io.StringIO() as file:
         Console(file=file, width=80).print(_now(history.read(tmp_path), rows, "step 3: loss 0.5", Throughput(1.0, 1.0)))
         _, head, *shown, logged = file.getvalue().splitlines()
     assert logged.strip() == "step 3: loss 0.5"
-    assert head.split() == ["rank", "step", "steps/s", "waits", "data", "memory", "now"]
-    assert [line.split()[:7] for line in shown] == [
-        [str(rank), "1,234", "56.7", "25%", "10%", "300", "MiB"] for rank in range(2)
+    assert head.split() == ["rank", "pid", "step", "steps/s", "waits", "data", "memory", "now"]
+    assert [line.split()[:8] for line in shown] == [
+        [str(rank), str(1000 + rank), "1,234", "56.7", "25%", "10%", "300", "MiB"] for rank in range(2)
     ]
     assert all(len(line) == 80 and "…" in line for line in shown), shown

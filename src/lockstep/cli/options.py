@@ -21,6 +21,7 @@ PASSES_ON = {"allow_interspersed_args": False}
 _RUN = (
     "RUN is the name of a run, its number in the list that lockstep runs prints, or its folder; the newest by default."
 )
+_RUN_GOING_ON = _RUN.replace("the newest", "the newest that goes on")
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 _MODULE = click.option("-m", "is_module", is_flag=True, help="Run PROGRAM as a module, like python -m.")
 
@@ -69,10 +70,15 @@ class LocalPath(click.Path):
         return super().convert(value, param, ctx)
 
 
-def takes_run(command: _Command) -> _Command:
+def takes_run(command: _Command, told: str = _RUN) -> _Command:
     """Add the argument RUN, and to the command's help what it is."""
-    command.__doc__ = f"{inspect.cleandoc(command.__doc__ or '')}\n\n{_RUN}"
+    command.__doc__ = f"{inspect.cleandoc(command.__doc__ or '')}\n\n{told}"
     return click.argument("run", required=False, shell_complete=_runs)(command)
+
+
+def takes_run_going_on(command: _Command) -> _Command:
+    """Add the argument RUN of a command that looks at ranks, and to the command's help what it is."""
+    return takes_run(command, _RUN_GOING_ON)
 
 
 def takes_program(command: _Command) -> _Command:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.cli.options import AS_JSON, Commands, LocalPath, price, takes_run
+from lockstep.cli.options import AS_JSON, Commands, LocalPath, price, takes_run, takes_run_going_on
 from lockstep.cli.terminal import errors, homes, open_console, print_json, say
 from lockstep.text import as_clock, as_duration, as_size
 
@@ -76,7 +76,7 @@ def ls(count: int, as_json: bool, folders: tuple[Path, ...]) -> None:
     open_console(markup=False).print(table)
 
 
-def _chosen(name: str | None) -> Run:
+def _chosen(name: str | None, *, going_on: bool = False) -> Run:
     """Return the run that a command's argument names (:func:`lockstep.runs.history.find`); where it is one by its place
     in the list, say which records are not in that."""
     from lockstep.runs import history
@@ -84,7 +84,7 @@ def _chosen(name: str | None) -> Run:
     if name is None or name.isdecimal():
         for why in history.records(homes()).damaged.values():
             say(why)
-    return history.find(name, homes())
+    return history.find(name, homes(), going_on=going_on)
 
 
 def _about(run: Run, number: int | None) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def explain(run: str | None, as_json: bool) -> None:
 
 
 @runs.command(short_help="Watch a run live.")
-@takes_run
+@takes_run_going_on
 @click.option("--once", is_flag=True, help="Watch for three seconds, print one table and exit.")
 @click.option("--json", "as_json", is_flag=True, help="Like --once, but print the result as JSON.")
 def top(run: str | None, once: bool, as_json: bool) -> None:
@@ -149,7 +149,7 @@ def top(run: str | None, once: bool, as_json: bool) -> None:
     once = once or as_json
     console = open_console(markup=False)
     with errors():
-        found = _chosen(run)
+        found = _chosen(run, going_on=True)
         live = Live(found)
         try:
             time.sleep(3.0 if once else 0.5)
@@ -182,6 +182,7 @@ def _looked(run: Run, live: Live) -> dict[str, Any]:
         "ranks": [
             {
                 "rank": row.rank,
+                "pid": row.pid,
                 "step": row.steps,
                 "steps_per_second": row.rate,
                 "waiting": row.waiting,
@@ -206,6 +207,7 @@ def _now(run: Run, rows: list[Row], logged: str, done: Throughput) -> Table:
     title = f"{run.name}: {run.program}, {as_clock(time.time() - run.began)}{told and f'; {told}'}"
     table = Table(
         "rank",
+        "pid",
         "step",
         "steps/s",
         "waits",
@@ -219,18 +221,18 @@ def _now(run: Run, rows: list[Row], logged: str, done: Throughput) -> Table:
         box=None,
         expand=True,
     )
-    for column in table.columns[:6]:
+    for column in table.columns[:7]:
         column.justify, column.no_wrap = "right", True
     # The text of what a rank waits in may be longer than any screen, so it gets the room that the numbers leave.
-    table.columns[6].ratio, table.columns[6].no_wrap, table.columns[6].overflow = 1, True, "ellipsis"
+    table.columns[7].ratio, table.columns[7].no_wrap, table.columns[7].overflow = 1, True, "ellipsis"
     for row in rows:
         parts = [f"{row.waiting:.0%}", f"{row.data:.0%}", f"{as_size(row.memory)}"]
-        table.add_row(str(row.rank), f"{row.steps:,}", f"{row.rate:.1f}", *parts, row.doing)
+        table.add_row(str(row.rank), str(row.pid or "-"), f"{row.steps:,}", f"{row.rate:.1f}", *parts, row.doing)
     return table
 
 
 @runs.command(short_help="Print Python stacks of ranks.")
-@takes_run
+@takes_run_going_on
 @click.argument("rank", required=False, type=int)
 @AS_JSON
 def stack(run: str | None, rank: int | None, as_json: bool) -> None:
@@ -238,13 +240,14 @@ def stack(run: str | None, rank: int | None, as_json: bool) -> None:
     from lockstep.launch.stacks import stacks_of
 
     with errors():
-        found = _chosen(run)
+        found = _chosen(run, going_on=True)
         if as_json:
-            stacks = [{"rank": number, "stack": text} for number, text in stacks_of(found, rank)]
+            stacks = [{"rank": number, "pid": pid, "stack": text} for number, pid, text in stacks_of(found, rank)]
             print_json("runs.stack", {"name": found.name, "folder": found.path.parent, "ranks": stacks})
             return
-        for number, text in stacks_of(found, rank):
-            click.echo(f"rank {number}:\n{text}\n")
+        for number, pid, text in stacks_of(found, rank):
+            who = f"rank {number}" if pid is None else f"rank {number} (process {pid})"
+            click.echo(f"{who}:\n{text}\n")
 
 
 @runs.command(short_help="Compare two runs.")

@@ -20,8 +20,9 @@ from lockstep.text import which_ranks
 _PATIENCE = 2.0
 
 
-def stacks_of(run: Run, rank: int | None) -> Iterator[tuple[int, str]]:
-    """Yield the ranks of a run that is going on, with their stacks in Python's words, or why there are none.
+def stacks_of(run: Run, rank: int | None) -> Iterator[tuple[int, int | None, str]]:
+    """Yield the ranks of a run that is going on, each with its process id and its stacks in Python's words, or why
+    there are none.
 
     Args:
         run: the run.
@@ -36,10 +37,12 @@ def stacks_of(run: Run, rank: int | None) -> Iterator[tuple[int, str]]:
     if rank is not None and rank not in ranks:
         raise LockstepError(f"{run.name} has no rank {rank} on this machine: it has {which_ranks(ranks)}")
     for number, pid in ranks.items() if rank is None else [(rank, ranks[rank])]:
-        yield number, _ask(Path(start["folder"]), number, pid, world_size=start["world_size"])
+        yield number, pid, _ask(Path(start["folder"]), number, pid, world_size=start["world_size"])
 
 
-def _ask(folder: Path, rank: int, pid: int, *, world_size: int) -> str:
+def _ask(folder: Path, rank: int, pid: int | None, *, world_size: int) -> str:
+    if pid is None:
+        return "it had no process when the others took their first step"
     try:
         process = os.pidfd_open(pid)  # unlike a process id, it never comes to mean another process
     except ProcessLookupError:

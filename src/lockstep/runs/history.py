@@ -246,9 +246,15 @@ def runs(homes: Iterable[Path]) -> list[Run]:
     return records(homes).runs
 
 
-def find(name: str | None, homes: Iterable[Path]) -> Run:
+def find(name: str | None, homes: Iterable[Path], *, going_on: bool = False) -> Run:
     """Return a run by its number in the list, from 1 (a folder that is called so is ``./1``), by its folder, or by its
     name or a part of it; None: the newest.
+
+    Args:
+        name: what names it.
+        homes: folders that hold records, or folders with them.
+        going_on: without a name prefer the newest of the runs that go on on this machine: a shorter one may have begun
+            after it, and have ended.
 
     Raises:
         UnknownRun: there is none, or the name could be several.
@@ -257,6 +263,8 @@ def find(name: str | None, homes: Iterable[Path]) -> Run:
         return read(local_path(name, "RUN"))
     there = records(homes)
     found = there.runs
+    if name is None and going_on:
+        found = [run for run in found if run.is_alive] or found
     if name is None or name.isdecimal():
         number = 1 if name is None else int(name)
         if not 1 <= number <= len(found):

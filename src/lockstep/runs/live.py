@@ -28,6 +28,8 @@ class Row:
     """A rank at one moment."""
 
     rank: int
+    #: Its process; None: on another machine.
+    pid: int | None
     #: The rank's activity, and the call in which it waits.
     doing: str
     #: Steps of the whole run, or since this start where nobody counts those.
@@ -125,6 +127,7 @@ class Live:
             rows.append(
                 Row(
                     rank,
+                    self._pids.get(rank),
                     self._state(rank) or _doing(look.mark, look.waits_in),
                     max(0, steps - 1),
                     (last.steps[rank] - first.steps[rank]) / passed,

@@ -173,6 +173,7 @@ def test_a_script_that_nothing_cuts_has_equal_bits_and_is_told_so(tmp_path: Path
     done, found = _verify(tmp_path, _write(tmp_path, _ALONE.format(steps=100)))
     assert (done.code, found["verdict"], found["steps"]) == (0, "equal bits", 8)
     assert len(found["runs"]) == 2
+    assert "train.py: the first 8 steps on one rank and on 2, " in done.out
     assert "every rank computed the whole batch" in done.out
     assert "the end" not in done.out + done.err
 
@@ -180,6 +181,7 @@ def test_a_script_that_nothing_cuts_has_equal_bits_and_is_told_so(tmp_path: Path
 def test_a_script_that_ends_early_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
     done, found = _verify(tmp_path, _write(tmp_path, _ALONE.format(steps=3)), "--show-output")
     assert (done.code, found["verdict"], found["steps"]) == (0, "equal bits", 3)
+    assert "train.py: 3 steps on one rank and on 2, " in done.out
     assert "the script ended by itself after 3 of 8 steps" in done.out
     assert done.err.count("the end") == 2
 

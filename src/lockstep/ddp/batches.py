@@ -80,8 +80,8 @@ class BatchFlags:
         raise CollectiveMismatch(
             f"{sending.whoami()}: the ranks averaged the gradients of different batches: {_words(told)}. A rank has "
             "left its loop before the others, or skipped, repeated or reordered batches; from there on its steps are "
-            "averaged with other batches' steps. Decide this on all ranks together: `if "
-            "world.all_reduce(int(stop), 'max'): break`. If a batch of one rank must not count: world.weigh(0), or "
+            "averaged with other batches' steps. Decide this on all ranks together: "
+            "`if world.any(stop): break`. If a batch of one rank must not count: world.weigh(0), or "
             "loss * 0"
         )
 

@@ -76,6 +76,6 @@ def explain_left_out(error: CollectiveMismatch) -> CollectiveMismatch:
     return CollectiveMismatch(
         f"{sentence(str(error))} A rank that runs a forward for training and leaves its backward out (a `continue` "
         "before it) would be averaged with the others' next batch from then on. Decide that on all ranks together, for "
-        "instance with world.all_reduce(int(bad), 'max'). If its loss merely does not use an output, add that output "
+        "instance with world.any(bad). If its loss merely does not use an output, add that output "
         "with weight 0: loss + 0 * out.sum(). A forward that is not for training belongs under torch.no_grad()"
     )

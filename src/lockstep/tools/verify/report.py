@@ -33,7 +33,9 @@ def describe(result: Result) -> str:
     """Return the report: the verdict on each number of ranks, how large differences are, and why."""
     program = " ".join(result.asked.program.words)
     ranks = joined(result.asked.ranks)
-    lines = [f"{program}: {counted(result.steps, 'step')} on one rank and on {ranks}, {_threads(result)}"]
+    # A script that went on is known up to there only.
+    which = "the first " if result.steps == result.asked.steps > 1 else ""
+    lines = [f"{program}: {which}{counted(result.steps, 'step')} on one rank and on {ranks}, {_threads(result)}"]
     for contrast in result.contrasts:
         lines += ["", *_contrast(contrast, result.rounding)]
         if contrast.judgement.kind is not FindingKind.DIFFERENT:

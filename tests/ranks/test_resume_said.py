@@ -72,6 +72,24 @@ def test_a_run_says_once_from_where_it_resumes_and_that_it_was_finished(tmp_path
     assert again.out.split()[-1] == whole.out.split()[-1], "the same model"
 
 
+def test_an_error_in_a_backward_names_the_step_of_the_whole_run(tmp_path: Path) -> None:
+    changed = {
+        "torch.nn.Linear(4, 2))": 'torch.nn.Linear(4, 2), check_finite="raise")',
+        "loss = model(inputs).square().mean()": 'loss = model(inputs).mean() * float("nan" if saved.step == 5 else 1)',
+        "GIVEN": _ALL,
+    }
+    script = _SCRIPT
+    for old, new in changed.items():
+        assert old in script
+        script = script.replace(old, new)
+    (tmp_path / "train.py").write_text(script)
+    command = ["lockstep", "run", "-n", "2", "--quiet", "train.py"]
+    assert run([*command, "1"], tmp_path, torch=True).code == 0
+    done = run([*command, "2"], tmp_path, torch=True)
+    assert done.code == 1, done
+    assert "NonFiniteGradient: rank 0 of 2, step 6: " in done.err, done
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

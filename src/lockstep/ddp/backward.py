@@ -51,6 +51,7 @@ from lockstep.ddp.left_out import LABELS, count_left_out
 from lockstep.ddp.rider import Rider
 from lockstep.ddp.sparse import SparseSlot, SparseTransfer
 from lockstep.errors import LockstepError
+from lockstep.job import flight
 from lockstep.step.share import BatchId
 
 _grad, _version, _packed = attrgetter("grad"), attrgetter("_version"), attrgetter("packed")
@@ -122,8 +123,11 @@ class Averaging:
         return f"bucket {bucket.index} of {len(self.buckets)} (parameters '{first}' to '{last}')"
 
     def whoami(self) -> str:
-        """Say which rank this is, and in which step; the first one is step 1, as in all messages, records and logs."""
-        return f"rank {self.rank} of {self.world_size}, step {self.step + 1}"
+        """Say which rank this is, and in which step; the first one is step 1, as in all messages, records and logs.
+
+        Where nobody counts the steps of the whole run, it is the number of this process's averaged backward.
+        """
+        return f"rank {self.rank} of {self.world_size}, step {flight.current.run_step or self.step + 1}"
 
 
 class Backward:

@@ -336,7 +336,7 @@ class Replica(Joinable, BackwardListener):
         flight.current.leave(_BACKWARD)
 
     def _place_words(self) -> str:
-        return f"{self.whoami()}, step {self.reducer.step}"
+        return f"{self.whoami()}, step {flight.current.run_step or self.reducer.step}"
 
     def backward_dies(self) -> None:
         """Let the reducer forget the backward."""

@@ -128,7 +128,12 @@ class Flight:
     def step(self) -> int:
         """The number of the step under way, from 1: in the whole run if a Checkpointer counts its steps, else in this
         process."""
-        return self._cells[Cell.RUN_STEPS] or max(1, self._cells[_STEPS])
+        return self.run_step or max(1, self._cells[_STEPS])
+
+    @property
+    def run_step(self) -> int:
+        """The number of the step under way in the whole run, from 1, by a Checkpointer's count; 0: nobody counts."""
+        return self._cells[Cell.RUN_STEPS]
 
     @property
     def samples(self) -> int:

@@ -218,7 +218,7 @@ def test_every_way_to_end_is_explained(tmp_path: Path, about: dict[str, Any], co
 
 def test_a_rank_that_is_late_now_is_to_be_looked_at(tmp_path: Path) -> None:
     folder = _run(tmp_path / "run", **_ALIVE, events=[_LATE])
-    assert "lockstep runs stack run 1 shows where the late rank is" in _told(folder)["next"]
+    assert f"lockstep runs stack {folder} 1 shows where the late rank is" in _told(folder)["next"]
     folder = _run(tmp_path / "other", **_ALIVE, events=[_LATE, _OVER])
     assert not any("runs stack" in line for line in _told(folder)["next"][:-1])
 

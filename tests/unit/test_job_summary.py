@@ -48,6 +48,8 @@ def test_three_lines_when_all_is_well() -> None:
         "balanced: data 10%, forward 30%, backward 50%, waiting 10%; at most 412 MiB of memory a rank\n"
         f"{_MORE}"
     )
+    told = RunSummary((summary,)).describe({}, run="./logs").splitlines()
+    assert told[-1] == "next: lockstep runs report ./logs draws the run; lockstep runs plan ./logs estimates more ranks"
 
 
 @pytest.mark.parametrize(

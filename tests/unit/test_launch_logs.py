@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import LaunchError
-from lockstep.launch.output import KEPT, LogFolder, default_home, spare_home
+from lockstep.launch.output import KEPT, LogFolder
+from lockstep.runs.homes import default_home, homes, make_spare_home, reference
 
 
 def _write(folder: LogFolder, rank: int, data: bytes) -> None:
@@ -100,8 +101,27 @@ def test_a_home_that_can_not_be_written_has_a_spare(tmp_path: Path, monkeypatch:
     assert str(logs.path) in logs.moved
     logs.close()
     spare.chmod(0o777)  # another user's, it may be
-    assert spare_home().parent.parent == temporary
-    assert spare_home().parent != spare
+    assert make_spare_home().parent.parent == temporary
+    assert make_spare_home().parent != spare
+    assert spare / "logs" not in homes()
+
+
+def test_a_run_is_named_where_commands_look_and_else_by_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    home = tmp_path / "lockstep/logs"
+    assert homes() == [home]
+    assert list(temporary.iterdir()) == [], "to look makes nothing"
+    assert reference(home / "20260101-000000-train-aaaaaa") == "20260101-000000-train-aaaaaa"
+    assert reference(Path("/scratch/my logs")) == "'/scratch/my logs'"
+    assert reference(Path("logs")) == "./logs"
+    spare = make_spare_home()
+    assert homes() == [home, spare]
+    assert reference(spare / "20260101-000000-train-aaaaaa") == "20260101-000000-train-aaaaaa"
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:

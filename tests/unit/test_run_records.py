@@ -402,10 +402,24 @@ def test_a_number_means_the_same_to_every_command(tmp_path: Path, monkeypatch: p
     assert told.startswith("older: ")
 
 
+def test_a_record_that_lies_elsewhere_is_named_by_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for folder, told in (
+        (tmp_path / "lockstep/logs/train-1", ""),
+        (tmp_path / "elsewhere", str(tmp_path / "elsewhere")),
+    ):
+        folder.mkdir(parents=True)
+        recorder = Recorder(functools.partial(Path, folder), program=["train.py"], tell=print)
+        assert recorder.elsewhere == "", "nothing is written yet"
+        recorder.make_folder()
+        assert recorder.elsewhere == told
+
+
 def test_the_advice_on_a_run_names_it(tmp_path: Path) -> None:
     write_series(write_record(tmp_path / "older") / "series-0.bin", slow=None)
     told = CliRunner().invoke(main, ["runs", "explain", str(tmp_path / "older")]).stdout
-    assert "next: lockstep runs report older draws the run; lockstep runs plan older estimates more ranks" in told
+    run = tmp_path / "older"  # a name is found only where runs leave their records by themselves
+    assert f"next: lockstep runs report {run} draws the run; lockstep runs plan {run} estimates more ranks" in told
 
 
 def _replace(folder: Path, old: bytes, new: bytes) -> None:

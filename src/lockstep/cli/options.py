@@ -37,8 +37,8 @@ def _runs(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
     """Complete names of recorded runs, the newest first, and of folders."""
     from click.shell_completion import CompletionItem
 
-    from lockstep.cli.terminal import homes
     from lockstep.runs import history
+    from lockstep.runs.homes import homes
 
     found = [run.name for run in history.runs(homes()) if run.name.startswith(incomplete)]
     # Folders first: where they come, click's function for bash drops what was there before.

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.cli.options import AS_JSON, Commands, LocalPath, price, takes_run, takes_run_going_on
-from lockstep.cli.terminal import errors, homes, open_console, print_json, say
+from lockstep.cli.terminal import errors, open_console, print_json, say
+from lockstep.runs.homes import homes
 from lockstep.text import as_clock, as_duration, as_size
 
 if TYPE_CHECKING:

@@ -28,14 +28,6 @@ class OtherError(CodedEnum):
     ARGUMENT = "an argument makes no sense", "invalid-argument"
 
 
-def homes() -> list[Path]:
-    """Return the folders in which runs leave their records unless they are told otherwise."""
-    from lockstep.launch.output import default_home, spare_home
-
-    home = default_home()
-    return [*([] if home is None else [home]), spare_home()]
-
-
 def open_console(*, soft_wrap: bool = False, markup: bool = True) -> Console:
     """Return a console for standard output, wide enough for a table where that is no terminal.
 

@@ -496,13 +496,14 @@ class RunSummary:
             line += f"; start-up and first steps{of_all} took {as_duration(starting)}"
         return line
 
-    def describe(self, peaks: Mapping[int, int | None], *, price: float | None = None) -> str:
+    def describe(self, peaks: Mapping[int, int | None], *, price: float | None = None, run: str = "") -> str:
         """Describe it: three lines, and a row for each rank where one of them or a phase stands out; where there were
         several numbers of ranks, that for each; where there were restarts or there is a price, the useful time.
 
         Args:
             peaks: the most memory that each rank of this machine ever had, in bytes; None: not known.
             price: the price of a node per hour; None: not known.
+            run: see :meth:`Summary.advice`.
         """
         lines = [self.headline()]
         for part in self.parts:
@@ -510,7 +511,7 @@ class RunSummary:
             verdict = part.verdict(known)
             if len(self.parts) > 1:
                 verdict = f"{numbered('start', part.starts)}: {RunSummary((part,)).headline()}\n{verdict}"
-            lines += [verdict, *part.remarks(), *part.table(known), f"{NEXT} {part.advice()}"]
+            lines += [verdict, *part.remarks(), *part.table(known), f"{NEXT} {part.advice(run)}"]
         if price is not None:
             lines.append(self.useful.describe_cost(price))
         if price is not None or self.useful.restarts:

@@ -323,7 +323,8 @@ class Launcher:
         alone = self.spec.rendezvous is None or (summary is not None and not summary.parts[-1].is_whole)
         speaks = self._speaks_for_all or alone
         if summary is not None and speaks and exit_code in (0, EXIT_SAVED) and not self.spec.quiet:
-            said.append("\n".join([summary.describe(self._peaks, price=self.spec.price), *self.recorder.remarks()]))
+            told = summary.describe(self._peaks, price=self.spec.price, run=self.recorder.elsewhere)
+            said.append("\n".join([told, *self.recorder.remarks()]))
         if end is RunEnd.FAILED and (step := self.recorder.last_checkpoint()) is not None:
             said.append(
                 f"the last checkpoint is of step {step}\n{NEXT} run the same command again: with epochs() or restore() "

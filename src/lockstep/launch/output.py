@@ -11,14 +11,11 @@ import contextlib
 import errno
 import fcntl
 import os
-import pwd
 import re
 import secrets
 import select
 import selectors
 import shutil
-import stat
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,6 +27,7 @@ from lockstep.job import terminal
 from lockstep.job.notes import unwritten
 from lockstep.launch.report import say
 from lockstep.launch.spec import JobSpec, Output
+from lockstep.runs.homes import default_home, make_spare_home
 
 # Which stream leads where --------------------------------------------------------------------------------------------
 
@@ -462,7 +460,7 @@ class LogFolder:
                 return self._make_in(home, name)
             except OSError as error:
                 why = f"nothing can be made in {home} ({error.strerror or error})"
-        path = self._make_in(spare_home(), name)
+        path = self._make_in(make_spare_home(), name)
         self.moved = f"{why}, so the ranks' logs are in {path}; --log-dir names another folder"
         return path
 
@@ -480,34 +478,6 @@ def _has_text(log: Path) -> bool:
         return log.stat().st_size > 0
     except OSError:
         return False  # removed while the job ran
-
-
-def default_home(env: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder for the logs of jobs that name none, by the XDG base directory specification; None: this user
-    has no home."""
-    state = env.get("XDG_STATE_HOME", "")
-    if state.startswith("/"):
-        return Path(state, "lockstep", "logs")
-    home = env.get("HOME", "")
-    if not home.startswith("/"):
-        try:
-            home = pwd.getpwuid(os.getuid()).pw_dir
-        except KeyError:  # a container's user that no file names
-            return None
-    return Path(home, ".local", "state", "lockstep", "logs") if home.startswith("/") else None
-
-
-def spare_home() -> Path:
-    """Return the folder for logs where the home can't be written: this user's own, for temporary files.
-
-    Others may write there as well: a folder of that name that is another's, or open to others, is not taken.
-    """
-    home = Path(tempfile.gettempdir(), f"lockstep-{os.getuid()}")
-    with contextlib.suppress(FileExistsError):
-        home.mkdir(mode=0o700)
-    found = home.lstat()
-    private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
-    return Path(home if private else tempfile.mkdtemp(prefix=f"lockstep-{os.getuid()}-"), "logs")
 
 
 def _prune(home: Path) -> None:

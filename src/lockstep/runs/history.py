@@ -16,6 +16,7 @@ from lockstep import _proc
 from lockstep._files import local_path
 from lockstep.errors import LockstepError
 from lockstep.runs import shape
+from lockstep.runs.homes import reference
 from lockstep.runs.record import VERSION, RunEnd, end_by, remarks_of
 from lockstep.runs.series import Series
 
@@ -38,6 +39,11 @@ class Run:
     def name(self) -> str:
         """What it is called: its folder."""
         return self.path.parent.name
+
+    @property
+    def reference(self) -> str:
+        """What commands take for it, wherever it lies; see :func:`lockstep.runs.homes.reference`."""
+        return reference(self.path.parent)
 
     @property
     def program(self) -> str:

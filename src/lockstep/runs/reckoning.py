@@ -29,7 +29,7 @@ def summary_of(run: Run) -> dict[str, Any] | None:
         return recorded
     found = [start for start in (_start(run, start) for start in run.about["starts"]) if start is not None]
     summary = RunSummary.of(found, lasted=run.seconds)
-    return None if summary is None else summary.to_json({}, run=run.name, goes_on=run.is_alive)
+    return None if summary is None else summary.to_json({}, run=run.reference, goes_on=run.is_alive)
 
 
 def code_of(summary: dict[str, Any]) -> str | None:

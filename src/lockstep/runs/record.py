@@ -20,6 +20,7 @@ from lockstep.job.files import EXIT_SAVED
 from lockstep.job.notes import CHECKPOINT, FLOPS, LEFT_OUT, LOG, NONFINITE, UNWRITTEN, Notes, unwritten
 from lockstep.job.page import Phase
 from lockstep.job.summary import RunSummary
+from lockstep.runs.homes import reference
 from lockstep.runs.series import SeriesWriter
 from lockstep.text import counted
 from lockstep.topology import format_cpus
@@ -238,7 +239,8 @@ class Recorder:
         how = end or end_by(exit_code)
         self._about["end"] = {"code": how.code, "text": word}
         if summary is not None:
-            self._about["summary"] = summary.to_json(peaks, run="" if self._folder is None else self._folder.name)
+            run = "" if self._folder is None else reference(self._folder.absolute())
+            self._about["summary"] = summary.to_json(peaks, run=run)
         if how is RunEnd.FAILED and not self._about["starts"]:
             self._write_without_steps()
         else:
@@ -302,6 +304,13 @@ class Recorder:
                 self._write()
             except OSError as error:
                 self._give_up(error)
+
+    @property
+    def elsewhere(self) -> str:
+        """What commands take for this run where they don't find it as the newest; empty: they do, or nothing is
+        written."""
+        run = "" if self._folder is None else reference(self._folder)
+        return run if os.sep in run else ""
 
     def make_folder(self) -> Path:
         """Return the folder of the run's logs; it is made the first time.

@@ -90,13 +90,13 @@ class Explanation:
         run, end = self.run, self.run.end
         lines: list[str] = []
         if end is RunEnd.RUNNING:
-            lines.append(f"lockstep runs top {run.name} shows the ranks live")
+            lines.append(f"lockstep runs top {run.reference} shows the ranks live")
             late = self.late[-1] if self.late else None
             if late is not None and late["over"] is False:
                 rank = (late["ranks"] or [""])[0]
-                lines.append(f"lockstep runs stack {run.name} {rank}".rstrip() + " shows where the late rank is")
+                lines.append(f"lockstep runs stack {run.reference} {rank}".rstrip() + " shows where the late rank is")
         elif end is RunEnd.UNKNOWN:
-            lines.append(f"lockstep runs explain {run.name} on {run.about.get('host')} tells how it ended")
+            lines.append(f"lockstep runs explain {run.reference} on {run.about.get('host')} tells how it ended")
         elif end is RunEnd.FAILED:
             lines += self._after_a_failure()
         if end in (RunEnd.SAVED, RunEnd.STOPPED, RunEnd.KILLED, RunEnd.FAILED):

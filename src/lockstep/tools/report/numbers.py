@@ -122,7 +122,7 @@ def _collect(run: Run) -> Account:
     spans = [*own, *(span for span in elsewhere if not known.issuperset(span.ranks))]
     if not own:
         soon = " so far" if run.is_alive else ""
-        why = f"; lockstep runs explain {run.name} says how it failed" if run.end is RunEnd.FAILED else ""
+        why = f"; lockstep runs explain {run.reference} says how it failed" if run.end is RunEnd.FAILED else ""
         raise UnknownRun(notes[0] if notes else f"{run.name}: its ranks have taken no step{soon}: nothing to show{why}")
     ranks = sorted({rank for span in spans for rank in span.ranks})
     grid = Grid.of(own)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import lockstep
 from lockstep import knobs
 from lockstep.launch import channel
+from lockstep.launch.returned import Returned, send
 from tests import warm
 from tests.launching import LIMIT, gone_within, wait_for
 from tests.ranks import functions
@@ -57,7 +58,7 @@ def _sum_with_lockstep(rank: int, total: torch.Tensor) -> None:
 @pytest.mark.usefixtures("warm_zygote")
 def test_ranks_make_a_world_and_tensors_are_shared() -> None:
     total = torch.arange(3.0)
-    assert lockstep.spawn(_sum_with_lockstep, (total,), nprocs=3) is None
+    assert lockstep.spawn(_sum_with_lockstep, (total,), nprocs=3) == [None] * 3
     assert total.tolist() == [111.0, 112.0, 113.0]
 
 
@@ -141,6 +142,82 @@ def test_from_a_thread(tmp_path: Path) -> None:
     thread.start()
     thread.join(LIMIT)
     assert {path.name for path in tmp_path.iterdir()} == {"rank0", "rank1"}
+
+
+@pytest.mark.usefixtures("bare")
+def test_what_the_ranks_return_comes_back_in_their_order() -> None:
+    assert lockstep.spawn(functions.give, ("ü",), nprocs=3) == [(0, "ü"), (1, "ü"), (2, "ü")]
+    much = lockstep.spawn(functions.give, ("much",), nprocs=2)
+    assert much == [{"rank": rank, "bytes": bytes([rank]) * (8 << 20)} for rank in range(2)]
+    assert lockstep.spawn(functions.give, ("leaves",), nprocs=2) == [None, None], "sys.exit(0) returns nothing"
+
+
+@pytest.mark.usefixtures("bare")
+def test_values_come_as_ranks_end_and_again_when_asked_again(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    ranks = lockstep.spawn(functions.give, ("early", str(fifo)), nprocs=3, join=False)
+    results = ranks.results()
+    assert sorted(next(results) for _ in range(2)) == [(1, (1, "early")), (2, (2, "early"))]
+    assert ranks.join(timeout=0.0) is False, "rank 0 runs on"
+    fifo.write_text("go")
+    assert list(results) == [(0, (0, "early"))]
+    assert ranks.join() is True
+    assert dict(ranks.results()) == {rank: (rank, "early") for rank in range(3)}
+
+
+@pytest.mark.usefixtures("bare")
+def test_what_ranks_returned_before_one_failed_has_come(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    results = lockstep.spawn(functions.give, ("fails", str(fifo)), nprocs=2, join=False).results()
+    assert next(results) == (1, (1, "fails"))
+    fifo.write_text("go")
+    with pytest.raises(lockstep.RankFailed, match="no such sample"):
+        next(results)
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("a file", "TypeError: cannot pickle '_io.TextIOWrapper' object"),
+        ("unreadable", "ValueError: invalid literal for int\\(\\) with base 10: 'no number'"),
+    ],
+)
+def test_what_can_not_be_sent_fails_nothing_and_is_told(what: str, why: str) -> None:
+    with pytest.warns(RuntimeWarning, match=f"what rank 1 returned from give did not arrive, .*: {why}") as told:
+        assert lockstep.spawn(functions.give, (what,), nprocs=2) == [(0, what), None]
+    assert told[0].filename == __file__
+
+
+def _give_tensors(rank: int) -> dict[str, Any]:
+    weight = torch.nn.Parameter(torch.full((2, 3), float(rank)))
+    return {"model": torch.nn.Linear(2, 2), "weight": weight, "loss": (2 * weight).sum(), "part": torch.arange(6)[2:4]}
+
+
+@pytest.mark.usefixtures("warm_zygote")
+def test_tensors_and_models_come_as_copies() -> None:
+    for rank, given in enumerate(lockstep.spawn(_give_tensors, nprocs=2)):
+        assert isinstance(given["weight"], torch.nn.Parameter)
+        assert given["weight"].tolist() == [[float(rank)] * 3] * 2
+        assert given["loss"].item() == 12.0 * rank
+        assert given["part"].tolist() == [2, 3]
+        assert given["model"](torch.ones(1, 2)).shape == (1, 2)
+
+
+@pytest.mark.gpu
+def test_tensors_of_a_device_come_to_the_cpu() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, device="cuda"), requires_grad=False)
+    model, returned = torch.nn.Linear(2, 2).cuda(), Returned()
+    send(os.dup(returned.descriptor), {"model": model, "weight": weight, "tensor": torch.arange(3, device="cuda")})
+    given = returned.take()
+    assert {value.device.type for value in (*given["model"].parameters(), given["weight"], given["tensor"])} == {"cpu"}
+    assert isinstance(given["weight"], torch.nn.Parameter)
+    assert not given["weight"].requires_grad
+    assert all(value.requires_grad for value in given["model"].parameters())
+    torch.testing.assert_close(given["model"].weight, model.weight.detach().cpu(), rtol=0, atol=0)
+    assert given["tensor"].tolist() == [0, 1, 2]
 
 
 def _use_primitives(rank: int, queue: Any, lock: Any, tensors: dict[str, torch.Tensor]) -> None:
@@ -239,15 +316,18 @@ class Thing:
 def work(rank, thing, outer=None):
     print(rank, thing.n, __name__, os.environ["RANK"], flush=True)
     if outer: lockstep.spawn(work, (Thing(3),), nprocs=1)
+    return Thing(rank)
 if __name__ == "__main__":
-    lockstep.spawn(work, (Thing(5), True), nprocs=2)
+    print([type(thing) is Thing and thing.n for thing in lockstep.spawn(work, (Thing(5), True), nprocs=2)])
 """
 
 
 def test_functions_and_classes_of_main_and_ranks_that_spawn(tmp_path: Path) -> None:
     with _program(tmp_path, _IN_MAIN) as process:
         out, err = process.communicate(timeout=LIMIT)
-    assert sorted(out.splitlines()) == ["0 3 __mp_main__ 0"] * 2 + ["0 5 __mp_main__ 0", "1 5 __mp_main__ 1"], err
+    *lines, returned = out.splitlines()
+    assert returned == "[0, 1]", (out, err)
+    assert sorted(lines) == ["0 3 __mp_main__ 0"] * 2 + ["0 5 __mp_main__ 0", "1 5 __mp_main__ 1"], err
 
 
 def test_a_program_on_standard_input_is_refused_with_a_reason(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from lockstep.job.page import Cell, Phase
 from lockstep.job.stop import interrupt_once
 from lockstep.launch import preload, processes
 from lockstep.launch.processes import SAVE, STOPPING
+from lockstep.launch.returned import send
 from lockstep.topology import format_cpus
 
 #: The exit code that a shell reports for a process that SIGINT ended.
@@ -302,13 +303,14 @@ def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool) -> None:
 
     Args:
         rank: the function's first argument.
-        fds: the packed bytes; the resource tracker's pipe if ``shared_tracker``; the descriptors among the arguments.
+        fds: the packed bytes; where to write what it returns; the resource tracker's pipe if ``shared_tracker``; the
+            descriptors among the arguments.
         shared_tracker: the parent has a resource tracker; using the same one keeps shared memory alive that is the
             parent's when this rank ends.
     """
     from multiprocessing import process, resource_tracker, spawn  # a script's rank needs none of them
 
-    packed, *rest = fds
+    packed, returned, *rest = fds
     if shared_tracker:
         # As multiprocessing's own spawn_main does it; there is no public way to hand a tracker on.
         resource_tracker._resource_tracker._fd = rest.pop(0)  # type: ignore[attr-defined]
@@ -323,7 +325,7 @@ def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool) -> None:
             fn, args = pickle.load(file)  # noqa: S301
         finally:
             del process.current_process()._inheriting  # type: ignore[attr-defined]
-    fn(rank, *args)
+    send(returned, fn(rank, *args))
 
 
 # Its end -------------------------------------------------------------------------------------------------------------

@@ -9,11 +9,13 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import context, reduction, resource_tracker
 from multiprocessing import spawn as multiprocessing_spawn
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Literal, overload
 
+from lockstep import callsite
 from lockstep.errors import EnvironmentMismatch, LaunchError, RankFailed
 from lockstep.job.files import EXIT_SAVED
 from lockstep.launch import report
@@ -23,11 +25,46 @@ from lockstep.launch.output import LogFolder
 from lockstep.launch.policy import failure_facts
 from lockstep.launch.ports import free_port
 from lockstep.launch.report import say
+from lockstep.launch.returned import NotReturned, Returned
 from lockstep.launch.spec import JobSpec, Program, is_read_once
 from lockstep.runs.record import Recorder, RunEnd
 
 if TYPE_CHECKING:
     from lockstep.launch.rank import SentDescriptor
+
+
+@overload
+def spawn(
+    fn: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    join: Literal[True] = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> list[Any]: ...
+
+
+@overload
+def spawn(
+    fn: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    *,
+    join: Literal[False],
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> SpawnContext: ...
+
+
+@overload
+def spawn(
+    fn: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> SpawnContext | list[Any]: ...
 
 
 def spawn(
@@ -37,8 +74,9 @@ def spawn(
     join: bool = True,
     daemon: bool = False,
     start_method: str = "spawn",
-) -> SpawnContext | None:
-    """Call ``fn(rank, *args)`` on ``nprocs`` new ranks; the arguments are those of torch's.
+) -> SpawnContext | list[Any]:
+    """Call ``fn(rank, *args)`` on ``nprocs`` new ranks, and return what each returned; the arguments are those of
+    torch's.
 
     The ranks are forked from a fresh process that imported torch once, so the second rank costs milliseconds. In each,
     the caller's ``__main__`` is imported again (under the name ``__mp_main__``, so keep ``if __name__ == "__main__":``)
@@ -55,7 +93,9 @@ def spawn(
         start_method: ``"spawn"``; there is no other.
 
     Returns:
-        None if ``join``, else a :class:`~lockstep.launch.spawn.SpawnContext`.
+        If ``join`` what the ranks returned, in order of rank, else a :class:`~lockstep.launch.spawn.SpawnContext`. What
+        a rank returns is pickled; tensors arrive as copies, on the CPU. In place of what can't be pickled, or not be
+        read here, stands None, and a ``RuntimeWarning`` says why; a rank that left by ``sys.exit(0)`` returned None.
 
     Raises:
         RankFailed: a rank raised or died; the others were stopped. The message holds the rank's traceback.
@@ -75,11 +115,7 @@ def spawn(
     if not join:
         return ranks
     ranks.join()
-    return None
-
-
-def _name(fn: Callable[..., object]) -> str:
-    return str(getattr(fn, "__qualname__", type(fn).__name__))
+    return [value for _, value in sorted(ranks.results(), key=itemgetter(0))]
 
 
 class SpawnContext:
@@ -89,6 +125,8 @@ class SpawnContext:
         self._daemon = daemon
         self._error: LaunchError | None = None
         self._closed = False
+        self._name = str(getattr(fn, "__qualname__", type(fn).__name__))
+        self._returned: list[Returned] = []
         # Raises RuntimeError in a rank that is importing __main__ again, before anything is started.
         preparation = multiprocessing_spawn.get_preparation_data("rank")
         _check_main(preparation)
@@ -97,7 +135,7 @@ class SpawnContext:
         try:
             spec = JobSpec(Program("lockstep.spawn"), nproc=nprocs)
             self._logs = LogFolder(None, program=spec.program.name)
-            recorder = Recorder(self._logs.make, program=["lockstep.spawn", _name(fn)], tell=say)
+            recorder = Recorder(self._logs.make, program=["lockstep.spawn", self._name], tell=say)
             self._launcher = Launcher(spec, spec.round(*master), home=self._folder.path, recorder=recorder)
         except BaseException:
             self._folder.remove()
@@ -106,6 +144,7 @@ class SpawnContext:
             self._fork(preparation, fn, args)
         except BaseException:
             self._close()  # not by a kill: ranks may run already, and only the zygote ends what they have started
+            self._drop()
             raise
         atexit.register(self._at_exit)
 
@@ -123,20 +162,29 @@ class SpawnContext:
             LaunchError: the process that forks the ranks died.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        try:
-            while not self._closed:
-                if self._launcher.policy.done:
-                    self._conclude()
-                elif deadline is not None and time.monotonic() >= deadline:
-                    return False
-                else:
-                    self._turn(deadline)
-        except BaseException:  # mostly KeyboardInterrupt, after which nobody waits for the ranks
-            self._close()
-            raise
-        if self._error is not None:
-            raise self._error
+        while not self._closed:
+            if deadline is not None and time.monotonic() >= deadline and not self._launcher.policy.done:
+                return False
+            self._advance(deadline)
+        self._raise()
         return True
+
+    def results(self) -> Iterator[tuple[int, Any]]:
+        """Yield (rank, what it returned) as ranks end, as :func:`spawn` returns it; the others run on meanwhile.
+
+        Raises:
+            RankFailed: a rank failed; the others were stopped. What ranks have returned before has been yielded.
+            LaunchError: the process that forks the ranks died.
+        """
+        waiting = dict(self._launcher.policy.states)
+        while True:
+            for rank in [rank for rank, state in waiting.items() if state.exit_code == 0]:
+                del waiting[rank]
+                yield rank, self._take(rank)
+            if self._closed:
+                break
+            self._advance(None)
+        self._raise()
 
     def pids(self) -> list[int]:
         """Return the ranks' process ids, in order of rank; waits until all are started.
@@ -154,9 +202,43 @@ class SpawnContext:
     def _fork(self, preparation: dict[str, Any], fn: Callable[..., object], args: tuple[Any, ...]) -> None:
         attempt = self._launcher.attempt
         for rank in attempt.local_rank:
-            with _Parcel({**preparation, "name": f"rank-{rank}"}, fn, args) as parcel:
+            self._returned.append(Returned())
+            with _Parcel({**preparation, "name": f"rank-{rank}"}, fn, args, self._returned[-1]) as parcel:
                 job = {"kind": "call", "shared_tracker": parcel.tracker is not None}
                 self._launcher.zygote.fork(attempt.fork(rank, job), parcel.descriptors())
+
+    def _raise(self) -> None:
+        """Raise what the ranks have ended with, if it is an error."""
+        if self._error is not None:
+            self._drop()
+            raise self._error
+
+    def _drop(self) -> None:
+        """Give up what nobody has asked for."""
+        for returned in self._returned:
+            returned.close()
+
+    def _take(self, rank: int) -> Any:
+        try:
+            return self._returned[rank].take()
+        except NotReturned as why:
+            callsite.warn(
+                f"what rank {rank} returned from {self._name} did not arrive, and None stands in its place: {why}",
+                RuntimeWarning,
+            )
+            return None
+
+    def _advance(self, deadline: float | None) -> None:
+        """Act on what happens next, up to the deadline; once all ranks have ended, close."""
+        try:
+            if self._launcher.policy.done:
+                self._conclude()
+            else:
+                self._turn(deadline)
+        except BaseException:  # mostly KeyboardInterrupt, after which nobody waits for the ranks
+            self._close()
+            self._drop()
+            raise
 
     def _turn(self, deadline: float | None) -> None:
         """Wait for the zygote to say something, or for the time to act, and act on it."""
@@ -221,7 +303,10 @@ class _Parcel:
     carry their descriptors over.
     """
 
-    def __init__(self, preparation: dict[str, Any], fn: Callable[..., object], args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, preparation: dict[str, Any], fn: Callable[..., object], args: tuple[Any, ...], returned: Returned
+    ) -> None:
+        self._returned = returned
         self._carried: list[int] = []
         self._streams = [os.open(os.devnull, os.O_RDONLY), os.dup(1), os.dup(2)]
         self._packed = os.memfd_create("lockstep-spawn")  # a memory file: has no name, blocks nobody, leaves no trace
@@ -243,7 +328,7 @@ class _Parcel:
     def descriptors(self) -> list[int]:
         """Return the rank's standard streams, and what the rank's ``_call`` takes."""
         tracker = [] if self.tracker is None else [self.tracker]
-        return [*self._streams, self._packed, *tracker, *self._carried]
+        return [*self._streams, self._packed, self._returned.descriptor, *tracker, *self._carried]
 
     def duplicate_for_child(self, fd: int) -> int:
         """Return a descriptor's place among those carried; called by multiprocessing.reduction.DupFd."""

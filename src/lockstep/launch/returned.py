@@ -1,0 +1,106 @@
+"""What a function that ``lockstep.spawn`` calls returns, on its way from the rank to the program that spawned it.
+
+It goes through a memory file that the program has made and the rank has inherited: never over disk or network. A file
+takes results of any size without anybody reading meanwhile, and a rank that dies leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+from typing import IO, TYPE_CHECKING, Any
+
+from lockstep.errors import said
+
+if TYPE_CHECKING:
+    import torch
+
+# Note [Values that can't be sent]
+# --------------------------------
+# Functions written for torch's spawn, which drops what they return, may return anything: a model with hooks, a file.
+# Such a function has done its work, so this fails nothing: the program gets None in its place and a warning with the
+# reason.
+
+
+class NotReturned(Exception):
+    """A rank's value could not be sent, or not be read here; the message says why."""
+
+
+class Returned:
+    """The value of one rank, in the program that spawned it."""
+
+    def __init__(self) -> None:
+        self._file: int | None = os.memfd_create("lockstep-returned")
+        self._value: Any = None
+
+    @property
+    def descriptor(self) -> int:
+        """What the rank writes to."""
+        assert self._file is not None, "it is asked for before the rank has ended"
+        return self._file
+
+    def take(self) -> Any:
+        """Return the value, once the rank has ended; None: it has left without returning.
+
+        Raises:
+            NotReturned: it could not be sent; see Note [Values that can't be sent].
+        """
+        if self._file is None:
+            return self._value
+        with os.fdopen(self._file, "rb") as file:
+            self._file = None
+            file.seek(0)
+            if not file.read(1):
+                return None
+            file.seek(0)
+            reason = pickle.load(file)  # noqa: S301  (from this process's own rank, see above)
+            if reason is not None:
+                raise NotReturned(reason)
+            try:
+                self._value = pickle.load(file)  # noqa: S301
+            except Exception as error:
+                raise NotReturned(f"{type(error).__name__}: {said(error)}") from error
+        return self._value
+
+    def close(self) -> None:
+        """Drop the value, if nobody has asked for it."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    __del__ = close
+
+
+def send(descriptor: int, value: object) -> None:
+    """Write the value that this rank's function has returned, or why that can't be, and close the descriptor."""
+    with os.fdopen(descriptor, "wb") as file:
+        pickle.dump(None, file)
+        try:
+            _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+        except Exception as error:  # noqa: BLE001  (whatever the value's own classes raise)
+            file.seek(0)
+            pickle.dump(f"{type(error).__name__}: {said(error)}", file)
+
+
+class _Pickler(pickle.Pickler):
+    """Sends tensors of devices as tensors of the CPU: the program that spawns may have none of the ranks' devices, and
+    is not to open one."""
+
+    def __init__(self, file: IO[bytes] | io.BytesIO, protocol: int) -> None:
+        super().__init__(file, protocol)
+        self._torch: Any = sys.modules.get("torch")  # where it is not imported there are no tensors
+
+    def reducer_override(self, value: object) -> Any:
+        """Say how ``value`` is pickled; ``NotImplemented``: as ever."""
+        if self._torch is None or not isinstance(value, self._torch.Tensor) or value.device.type == "cpu":
+            return NotImplemented
+        return _on_cpu(self._torch, value).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _on_cpu(torch_module: Any, value: torch.Tensor) -> torch.Tensor:
+    there: torch.Tensor = value.detach().cpu()
+    if isinstance(value, torch_module.nn.Parameter):
+        return torch_module.nn.Parameter(there, requires_grad=value.requires_grad)  # type: ignore[no-any-return]
+    return there.requires_grad_(value.requires_grad)

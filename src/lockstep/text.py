@@ -60,6 +60,22 @@ def as_clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def parse_time_limit(given: str) -> float:
+    """Return the seconds of ``11h30m``, ``90m``, ``1d 2h`` or, without a unit, ``3600``.
+
+    Raises:
+        ValueError: it is none of these, or 0.
+    """
+    words = given.replace(" ", "").lower()
+    found = re.fullmatch(r"(?:([\d.]+)d)?(?:([\d.]+)h)?(?:([\d.]+)m)?(?:([\d.]+)s)?", words)
+    parts = [_number(part) for part in (found.groups(default="0") if found else (words,))]
+    units = (86400, 3600, 60, 1) if found else (1,)
+    seconds = None if None in parts else sum(part * unit for part, unit in zip(parts, units, strict=True) if part)
+    if not seconds or not math.isfinite(seconds) or seconds < 0:
+        raise ValueError(f"{given!r}: expected a time such as 11h30m, 90m or, in seconds, 3600")
+    return seconds
+
+
 def parse_latency(given: str) -> float:
     """Return the seconds of ``20us``, ``0.5ms``.
 

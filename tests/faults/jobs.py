@@ -24,12 +24,15 @@ def start_job(
     ranks: int = RANKS,
     restarts: int = 0,
     grace: float = 10.0,
+    max_time: float | None = None,
     plan: list[dict[str, Any]] | None = None,
     cold: bool = False,
     **env: str,
 ) -> Running:
     """Start the training over ``folder``; what is there already is gone on from. ``cold`` as for :class:`Running`."""
     run = ["lockstep", "run", "-n", str(ranks), "--log-dir", str(folder / "logs"), "--grace", str(grace)]
+    if max_time is not None:
+        run += ["--max-time", str(max_time)]
     if restarts:
         run += ["--max-restarts", str(restarts)]
     if plan is not None:

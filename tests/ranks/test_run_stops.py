@@ -90,6 +90,22 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     assert gone_within(everyone, 1.0) == []
 
 
+def test_a_run_saves_before_its_time_is_over(tmp_path: Path, calm: jobs.Calm) -> None:
+    """The scheduler's signal, at a limit of its own, is no second one that stops at once."""
+    with jobs.start_job(tmp_path, "--slow", "0.5", plan=[], max_time=18.0, grace=8.0) as job:
+        asked = "lockstep: --max-time is over in 8 s: the ranks finish a step, save and leave (within --grace)"
+        assert job.read_error() == asked
+        os.kill(job.pid, signal.SIGTERM)
+        stopped = job.finish()
+    assert stopped.code == EXIT_SAVED, stopped
+    assert re.search(r"lockstep: stopped by (the end of --max-time|SIGTERM); saved at step \d+ in ", stopped.err), (
+        stopped
+    )
+    resumed = jobs.run_job(tmp_path, "--life", "1", plan=[])
+    assert resumed.code == 0, resumed
+    assert jobs.final(tmp_path) == calm(jobs.EPOCHS)
+
+
 def test_who_does_not_finish_the_step_within_the_grace_period_is_killed(tmp_path: Path) -> None:
     with jobs.start_job(tmp_path, "--slow", "30", grace=0.5) as job:
         wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 1, "training")

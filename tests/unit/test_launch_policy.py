@@ -7,7 +7,7 @@ from signal import SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM
 
 import pytest
 
-from lockstep.launch.policy import FAILURE_GRACE, KilledFor, Order, Policy
+from lockstep.launch.policy import FAILURE_GRACE, TIME_LIMIT, KilledFor, Order, Policy
 
 
 def test_a_job_is_done_when_every_rank_ended_well() -> None:
@@ -97,6 +97,15 @@ def test_the_end_of_a_terminal_is_told_several_times_and_counts_once() -> None:
     assert policy.signalled(signal.SIGTERM, delivered=False, now=3.0) == [], "what ends the session sends both"
     assert policy.signalled(signal.SIGHUP, delivered=False, now=4.0) == []
     assert policy.signalled(signal.SIGTERM, delivered=False, now=5.0) == [Order(signal.SIGKILL, (0, 1))]
+
+
+def test_a_schedulers_signal_after_the_jobs_own_limit_is_no_second_one() -> None:
+    policy = _running(2)
+    assert policy.signalled(TIME_LIMIT, delivered=False, now=1.0) == [Order(SIGTERM, (0, 1))], "no rank knows the other"
+    assert policy.deadline == 11.0
+    assert policy.signalled(SIGTERM, delivered=False, now=5.0) == []
+    assert policy.stopped_by == SIGTERM
+    assert policy.signalled(SIGTERM, delivered=False, now=8.0) == [Order(SIGKILL, (0, 1))]
 
 
 def test_sigquit_is_never_polite() -> None:

@@ -58,6 +58,8 @@ def test_a_number_of_ranks_that_makes_no_sense(text: str) -> None:
         ({"master_port": 0}, "--master_port=0"),
         ({"master_port": 70000}, "--master_port=70000"),
         ({"grace": -1.0}, "--grace=-1"),
+        ({"max_time": 10.0}, r"--max-time=10 s: expected more than --grace=10 s"),
+        ({"max_time": float("nan")}, "--max-time=nan s"),
         ({"grace": float("nan")}, "--grace=nan"),
     ],
 )

@@ -19,6 +19,7 @@ from lockstep.text import (
     last_lines,
     listed,
     numbered,
+    parse_time_limit,
     sentence,
     which_ranks,
 )
@@ -60,6 +61,20 @@ def test_a_moment_of_a_run(seconds: float, words: str) -> None:
 )
 def test_how_long_a_step_takes(seconds: float, words: str) -> None:
     assert as_duration(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [("11h30m", 41400), ("90m", 5400), ("1d 2h", 93600), ("1.5H", 5400), ("45s", 45), ("3600", 3600), ("2.5", 2.5)],
+)
+def test_a_time_limit(given: str, seconds: float) -> None:
+    assert parse_time_limit(given) == seconds
+
+
+@pytest.mark.parametrize("given", ["", "0", "0h", "-5", "30m1h", "1:30:00", "an hour", "inf", "nan", "1..5h", "1e400"])
+def test_no_time_limit(given: str) -> None:
+    with pytest.raises(ValueError, match="expected a time such as 11h30m"):
+        parse_time_limit(given)
 
 
 def test_a_network_s_rate_is_decimal_and_in_bits() -> None:

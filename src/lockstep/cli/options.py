@@ -142,6 +142,21 @@ def price(help: str) -> Callable[[_Command], _Command]:
     return click.option("--price", type=Price(), metavar="AMOUNT/h", help=help)
 
 
+class TimeLimit(click.ParamType):  # type: ignore[type-arg]  # as above
+    """A time, in seconds."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the seconds."""
+        from lockstep.text import parse_time_limit
+
+        try:
+            return value if isinstance(value, float) else parse_time_limit(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 class PeakFlops(click.ParamType):  # type: ignore[type-arg]  # as above
     """FLOPs a second of a device at its peak."""
 

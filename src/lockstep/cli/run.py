@@ -14,6 +14,7 @@ from lockstep.cli import terminal
 from lockstep.cli.options import (
     PASSES_ON,
     PeakFlops,
+    TimeLimit,
     grace,
     local_ranks,
     log_dir,
@@ -101,6 +102,13 @@ from lockstep.text import NEXT
     "published for some GPUs]",
 )
 @grace(10.0, more="An evaluation that takes longer than this is killed without saving.")
+@click.option(
+    "--max-time",
+    type=TimeLimit(),
+    metavar="TIME",
+    help="Time, such as 11h30m, by which the ranks have saved and the job ends with code 75: --grace before it is over "
+    "they are asked to, as by SIGTERM.",
+)
 @max_restarts("0")
 @takes_program
 def run(
@@ -126,6 +134,7 @@ def run(
     flops: bool,
     peak_flops: float | None,
     grace: float,
+    max_time: float | None,
     max_restarts: int | None,
     is_module: bool,
     program: str,
@@ -187,6 +196,7 @@ def run(
             flops=flops or peak_flops is not None or knobs.flops(),
             peak_flops=knobs.peak_flops() if peak_flops is None else peak_flops,
             grace=grace,
+            max_time=max_time,
             max_restarts=(place.restarts or 0) if max_restarts is None else max_restarts,
             rendezvous=None if place.rendezvous is None else replace(place.rendezvous, ranks=nproc),
             regroup_after=regroup_after,
@@ -217,6 +227,7 @@ _EVERYWHERE = (
     "trace",
     "peak_flops",
     "grace",
+    "max_time",
     "max_restarts",
 )
 

@@ -59,6 +59,10 @@ class KilledFor(enum.Enum):
     AT_ONCE = enum.auto()
 
 
+#: Stands among the signals for the end of the time that a job was given; no process is sent it.
+TIME_LIMIT = signal.SIGALRM
+
+
 @dataclass
 class RankState:
     """What is known of one rank."""
@@ -153,22 +157,23 @@ class Policy:
         """End the job for the user: politely the first time, at once the second.
 
         Args:
-            signum: SIGINT, SIGTERM, SIGHUP or SIGQUIT (which is never polite).
+            signum: SIGINT, SIGTERM, SIGHUP, SIGQUIT (which is never polite) or :data:`TIME_LIMIT`.
             delivered: the ranks that run have it already, from the terminal.
             now: on the monotonic clock, in seconds.
         """
         again, self._last_signal = now - self._last_signal, now
         if self.stopped_by is not None and signum == signal.SIGHUP:
             return []  # when a terminal goes, the shell sends it, the kernel sends it, and so may others
-        if self.stopped_by == signal.SIGHUP and signum == signal.SIGTERM:
-            # What ends a lost session sends both; it is not a user who wants the ranks gone at once.
+        if self.stopped_by in (signal.SIGHUP, TIME_LIMIT) and signum == signal.SIGTERM:
+            # What ends a lost session sends both, and a scheduler has a limit of its own: it is not a user who wants
+            # the ranks gone at once.
             self.stopped_by = signum
             return []
         if self.stopped_by is None:
             self.stopped_by = signum
             if signum != signal.SIGQUIT:
                 self._give(self.grace, now)
-                orders = self._order(signum, now)
+                orders = self._order(signal.SIGTERM if signum == TIME_LIMIT else signum, now)
                 return self._to_those_not_yet_started(orders) if delivered else orders
         elif again < _SAME_SIGNAL:
             return []

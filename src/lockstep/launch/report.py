@@ -18,7 +18,7 @@ from lockstep.job.files import EXIT_SAVED, StopNote
 from lockstep.job.hang import HangKind, HangVerdict, odd_ones
 from lockstep.job.page import NAMES, Look, Phase
 from lockstep.launch.evidence import MachineFacts, ProcessFacts, Stack
-from lockstep.launch.policy import FAILURE_GRACE, Ending, Failure, KilledFor, Refusal, first_failure
+from lockstep.launch.policy import FAILURE_GRACE, TIME_LIMIT, Ending, Failure, KilledFor, Refusal, first_failure
 from lockstep.launch.processes import name
 from lockstep.rendezvous.messages import Round
 from lockstep.text import NEXT, as_size, counted, last_lines, which_ranks
@@ -161,6 +161,11 @@ class Outcome:
         return all(ending.state.exit_code == 0 for ending in self.endings)
 
 
+def cause(signum: signal.Signals) -> str:
+    """Say what ends a job: a signal, by its name, or its time limit."""
+    return "the end of --max-time" if signum == TIME_LIMIT else signum.name
+
+
 def stopped(outcome: Outcome, signum: signal.Signals | None) -> str:
     """Say how a job ended that was asked to stop: where it continues, if it has saved, and who left otherwise.
 
@@ -168,7 +173,7 @@ def stopped(outcome: Outcome, signum: signal.Signals | None) -> str:
         outcome: how the attempt has ended.
         signum: the first signal that the launcher passed on; None: the ranks got one themselves.
     """
-    words = [f"stopped by {'a signal to the ranks' if signum is None else signum.name}"]
+    words = [f"stopped by {'a signal to the ranks' if signum is None else cause(signum)}"]
     if outcome.note is not None:
         words.append(outcome.note.describe())
     ways: dict[str, list[int]] = {}
@@ -241,16 +246,16 @@ def outside_a_step(looks: Mapping[int, Look], signum: signal.Signals, *, left: f
     rank, look = next(iter(looks.items()))
     others = f" ({len(looks) - 1} more outside of a step, too)" if len(looks) > 1 else ""
     return (
-        f"{signum.name} came outside of a training step: rank {rank} is in {NAMES[look.mark.phase]}{others}. The ranks "
-        f"save once they come to their next step; those that have not saved in {left:.0f} s are killed, and the run "
-        "resumes from its newest checkpoint. Call saved.between_steps() in each turn of a loop that evaluates, so that "
-        "it can be left there, or give a longer --grace"
+        f"{cause(signum)} came outside of a training step: rank {rank} is in {NAMES[look.mark.phase]}{others}. The "
+        f"ranks save once they come to their next step; those that have not saved in {left:.0f} s are killed, and the "
+        "run resumes from its newest checkpoint. Call saved.between_steps() in each turn of a loop that evaluates, so "
+        "that it can be left there, or give a longer --grace"
     )
 
 
 def came_late(signum: signal.Signals) -> str:
     """Say that a signal asked ranks to save that had nothing left to do."""
-    return f"{signum.name} came when training was over: all ranks ended by themselves"
+    return f"{cause(signum)} came when training was over: all ranks ended by themselves"
 
 
 def not_started(error: str) -> str:

@@ -27,7 +27,7 @@ from lockstep.launch.closing import JobEnd, LastWord, why_over
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
 from lockstep.launch.output import LogFolder, Relay, Streams
-from lockstep.launch.policy import Failure, Restarts, failure_facts
+from lockstep.launch.policy import TIME_LIMIT, Failure, Restarts, failure_facts
 from lockstep.launch.ports import free_port, is_free
 from lockstep.launch.processes import SAVE, STOPPING, SignalArrival, SignalQueue, ignored
 from lockstep.launch.report import Outcome, say
@@ -216,6 +216,10 @@ class _Run:
         #: The warnings about the machines that were shown already.
         self._warned: set[str] = set()
         self._told_of_machines = ""
+        #: The monotonic time at which the job is asked to stop, since its time is over; None: never, or it was asked.
+        self._stop_at: float | None = None
+        if self._spec.max_time is not None:
+            self._stop_at = self._turned + self._spec.max_time - self._spec.grace
         launcher.selector.register(signals, selectors.EVENT_READ)
 
     def watch(self) -> int:
@@ -261,7 +265,7 @@ class _Run:
         """Wait for something to happen, and act on it. Signals first: they explain the deaths that come with them."""
         launcher, held = self._launcher, self._relay.due
         due = self._patience if self._others is None or self._others.due is None else self._others.due
-        ready = launcher.wait(None if held is None else time.monotonic() + held, due, self._warn_at)
+        ready = launcher.wait(None if held is None else time.monotonic() + held, due, self._warn_at, self._stop_at)
         now = time.monotonic()
         still, self._turned = now - self._turned - knobs.times().still, now
         if still > 0:
@@ -270,6 +274,8 @@ class _Run:
             terminal.let_go()  # see Note [A dead terminal]
             for arrival in self._signals.read():
                 self._on_signal(arrival, now)
+        if self._stop_at is not None and now >= self._stop_at:
+            self._end_in_time(now)
         for answer in launcher.hear(ready):
             self._on_answer(answer)
         if self._others is not None:
@@ -306,10 +312,20 @@ class _Run:
         else:
             # Of a hang-up the kernel tells the leader of the session, which may be this process, and not the ranks.
             delivered = arrival.from_terminal and arrival.signum != signal.SIGHUP
-            self._stop(arrival.signum, delivered=delivered, now=now)
-            node = self._launcher.attempt.round.node_rank
-            if self._others is not None and not self._launcher.policy.failing:
-                self._others.end(End(Verdict(EndKind.STOPPED, node, signum=arrival.signum).to_json()))
+            self._end_by(arrival.signum, delivered=delivered, now=now)
+
+    def _end_in_time(self, now: float) -> None:
+        """Ask the ranks to stop, unless they are asked already: the time that the job was given is over soon."""
+        self._stop_at = None
+        if self._launcher.policy.stopped_by is None:
+            self._end_by(TIME_LIMIT, delivered=False, now=now)
+
+    def _end_by(self, signum: signal.Signals, *, delivered: bool, now: float) -> None:
+        """End the job on all machines."""
+        self._stop(signum, delivered=delivered, now=now)
+        node = self._launcher.attempt.round.node_rank
+        if self._others is not None and not self._launcher.policy.failing:
+            self._others.end(End(Verdict(EndKind.STOPPED, node, signum=signum).to_json()))
 
     def _stop(self, signum: signal.Signals, *, delivered: bool, now: float) -> None:
         self._announce(signum)
@@ -434,7 +450,7 @@ class _Run:
         """
         signum, why = self._launcher.policy.stopped_by, ""
         if signum is not None and meanwhile:
-            why = f"stopped by {signum.name} on {socket.gethostname()}, while the machines met again"
+            why = f"stopped by {report.cause(signum)} on {socket.gethostname()}, while the machines met again"
         self._stage = _Stage.LEAVING
         self._patience = time.monotonic() + knobs.times().leaving
         outcome = self._launcher.attempt.outcome(self._streams)
@@ -630,8 +646,12 @@ class _Run:
         policy, attempt = self._launcher.policy, self._launcher.attempt
         if policy.stopped_by is not None or not attempt.listening or signum == signal.SIGQUIT:
             return
-        what = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP (the terminal was closed)"}.get(signum, signum.name)
-        again = "" if signum == signal.SIGHUP else "; a second one stops them at once"
+        what = {
+            signal.SIGINT: "Ctrl-C",
+            signal.SIGHUP: "SIGHUP (the terminal was closed)",
+            TIME_LIMIT: f"--max-time is over in {self._spec.grace:g} s",
+        }.get(signum, signum.name)
+        again = "" if signum in (signal.SIGHUP, TIME_LIMIT) else "; a second one stops them at once"
         if attempt.stop_note() is not None:
             say(f"{what}: the ranks have saved, and leave (within --grace){again}")
         elif not policy.stopping:

@@ -95,6 +95,8 @@ class JobSpec:
     output: Output = Output.FIRST
     #: Seconds between asking the ranks to stop and killing them.
     grace: float = DEFAULT_GRACE
+    #: Seconds by which the ranks have saved and the job ends; None: no limit.
+    max_time: float | None = None
     #: True if the summary at the end is left out.
     quiet: bool = field(default_factory=knobs.quiet)
     #: The price of a node per hour, from which the summary computes the cost; None: not known.
@@ -130,6 +132,11 @@ class JobSpec:
             raise ValueError(f"--master_port={self.master_port}: expected 1 to 65535")
         if not (math.isfinite(self.grace) and self.grace >= 0):
             raise ValueError(f"--grace={self.grace}: expected a number of seconds, 0 or more")
+        if self.max_time is not None and not (math.isfinite(self.max_time) and self.max_time > self.grace):
+            raise ValueError(
+                f"--max-time={self.max_time:g} s: expected more than --grace={self.grace:g} s, since the ranks are "
+                "asked to save that long before its end"
+            )
         if self.max_restarts < 0:
             raise ValueError(f"--max-restarts={self.max_restarts}: expected 0 or more")
         if self.max_restarts and self.nnodes > 1:

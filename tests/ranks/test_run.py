@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lockstep import knobs
 from tests.launching import python_path, run, start
 
 _WORLD = """
@@ -332,3 +333,41 @@ def test_nothing_stays_in_the_temporary_folder(tmp_path: Path) -> None:
 def test_the_version_and_the_help(tmp_path: Path) -> None:
     assert run(["lockstep", "--version"], tmp_path).out.startswith("lockstep, version 0.")
     assert "--all-output" in run(["lockstep", "run", "--help"], tmp_path).out
+
+
+_ENDS = """
+import atexit, ctypes, sys
+
+class Late:
+    def __del__(self):
+        print("an object", flush=True)
+
+kept = Late()
+atexit.register(print, "an exit function", flush=True)
+libc = ctypes.CDLL(None)
+libc.strdup.restype = ctypes.c_void_p
+libc.__cxa_atexit(libc.puts, ctypes.c_void_p(libc.strdup(b"a library of the program")), None)
+sys.exit(7)
+"""
+#: In the process that ranks are forked from, before anything is imported.
+_BEFORE = """
+import ctypes, sys
+if "-c" in sys.orig_argv:
+    libc = ctypes.CDLL(None)
+    libc.strdup.restype = ctypes.c_void_p
+    libc.__cxa_atexit(libc.puts, ctypes.c_void_p(libc.strdup(b"a library from before the fork")), None)
+"""
+
+
+@pytest.mark.parametrize("more", [{}, {knobs.PRELOAD: "numpy.random"}, {"GCOV_PREFIX": "somewhere"}])
+def test_a_rank_leaves_as_python_does_but_for_taking_torch_apart(tmp_path: Path, more: dict[str, str]) -> None:
+    """What the program brings has its end; what was loaded before the fork has one unless it is lockstep's choice."""
+    (tmp_path / "ends.py").write_text(_ENDS)
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "sitecustomize.py").write_text(_BEFORE)
+    env = {"PYTHONPATH": str(tmp_path / "before"), **more}
+    with start(["lockstep", "run", "-n", "1", "ends.py"], tmp_path, cold=True, torch=True, **env) as job:
+        done = job.finish()
+    assert done.code == 7, done
+    before = ["a library from before the fork"] if more else []
+    assert done.out.splitlines() == ["an exit function", "an object", "a library of the program", *before]

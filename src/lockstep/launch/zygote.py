@@ -23,7 +23,7 @@ import time
 import traceback
 from collections import deque
 
-from lockstep import _proc
+from lockstep import _proc, knobs
 from lockstep.job.messages import Channel
 from lockstep.job.page import STACK_SIGNAL
 from lockstep.launch import preload, processes, rank
@@ -72,6 +72,8 @@ def main(control: int, folder: str, modules: list[str]) -> None:
     task = _Zygote(channel, folder, shielded).serve()
     if task is None:
         os._exit(0)  # nothing here needs torch's teardown, which takes a third of a second
+    if knobs.preload() is None:
+        processes.leave_teardown_to_the_kernel()
     rank.live(task)
 
 

@@ -33,8 +33,8 @@ Item = TypeVar("Item")
 _splits = count()
 _REMEDY = (
     ". Each rank would take its part of another list, so that some items come twice and others never. If files were "
-    "listed, sort them; if items were drawn or shuffled at random, seed all ranks alike; a list made of a set of str has "
-    "another order in each process"
+    "listed, sort them; if items were drawn or shuffled at random, seed all ranks alike; a list made of a set of str "
+    "has another order in each process"
 )
 
 

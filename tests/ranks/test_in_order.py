@@ -363,7 +363,7 @@ def test_what_can_not_be_gathered_is_refused_on_every_rank(tmp_path: Path) -> No
         ("ValueError", "output 0 (of 5, from 0) has 2 rows: expected 3, one for each sample of its batch"),
         ("TypeError", "is a tensor of layout torch.strided and shape ()"),
         ("TypeError", "is 'texts': expected a dense tensor"),
-        ("ValueError", "torch.int64 with rows of []; on rank 1 : a tensor of torch.float32 with rows of []"),
+        ("ValueError", "torch.int64 with rows of []; on rank 1 a tensor of torch.float32 with rows of []"),
         ("ValueError", "where the first has"),
         ("ValueError", "per='row': expected 'batch' or 'sample'"),
         ("ValueError", "expected a file name that ends in .npy or .safetensors"),

@@ -34,14 +34,18 @@ class LastPass:
             unfinished: why no pass is a whole one; empty if it may be.
         """
         began = self._began
-        if began is None:
-            unfinished = "no loop over the sharded loader has begun"
-        elif began.samples:
-            unfinished = (
-                f"the last loop over the sharded loader began at sample {began.samples:,} of its epoch (a resume)"
-            )
-        elif not self.is_over:
-            unfinished = f"the last loop over the sharded loader was left after {len(self.samples):,} of its batches"
+        unfinished = unfinished or self._why_unfinished()
         source = f"sharded loader {loader}" if began is None else f"epoch {began.epoch} of sharded loader {loader}"
         counts = Counts((samples, len([*batches])) for samples, batches in groupby(self.samples))
         return HandedOut(source, "sample", counts, total, unfinished, self.samples, order)
+
+    def _why_unfinished(self) -> str:
+        if self._began is None:
+            return "no loop over the sharded loader has begun"
+        if self._began.samples:
+            return (
+                f"the last loop over the sharded loader began at sample {self._began.samples:,} of its epoch (a resume)"
+            )
+        if not self.is_over:
+            return f"the last loop over the sharded loader was left after {len(self.samples):,} of its batches"
+        return ""

@@ -41,9 +41,11 @@ class RowKind:
 
     def words(self) -> str:
         """Say it in words."""
+        where = f"{path_text(self.path)}: " if self.path else ""
         if self.kind == "plain":
-            return "a list of plain values"
-        return f"{'a tensor' if self.kind == 'tensor' else 'an array'} of {self.dtype} with rows of {list(self.shape)}"
+            return f"{where}a list of plain values"
+        noun = "a tensor" if self.kind == "tensor" else "an array"
+        return f"{where}{noun} of {self.dtype} with rows of {list(self.shape)}"
 
     def dumps(self) -> list[Any]:
         """Return it in JSON types."""
@@ -140,11 +142,10 @@ def put_together(pattern: Any, values: Sequence[Any]) -> Any:
 def _compare(here: Sequence[RowKind], expected: Sequence[RowKind], where: str) -> None:
     for one, other in zip(here, expected, strict=False):
         if one != other:
-            what = f"{path_text(other.path)}: {other.words()}"
             raise ValueError(
-                f"World.gather_in_order(): {where} has {path_text(one.path)}: {one.words()}, where the first has "
-                f"{what}. Outputs of batches must be alike but for their number of rows. If their shapes differ, make "
-                "them one output for each sample, in one list, and pass per='sample'"
+                f"World.gather_in_order(): {where} has {one.words()}, where the first has {other.words()}. Outputs of "
+                "batches must be alike but for their number of rows. If their shapes differ, make them one output for "
+                "each sample, in one list, and pass per='sample'"
             )
     if len(here) != len(expected):
         raise ValueError(

@@ -57,7 +57,7 @@ def refuse_unwritable(path: Path, kinds: Sequence[RowKind]) -> None:
     names = [*map(_name, kinds)]
     for kind in kinds:
         if kind.kind == "plain":
-            raise ValueError(f"{call}: {_name(kind)!r} is {kind.words()}, and a file holds tensors alone")
+            raise ValueError(f"{call}: {_name(kind)!r} is a list of plain values, and a file holds tensors alone")
     if path.suffix == ".npy":
         if len(kinds) > 1:
             said = joined(map(repr, names))

@@ -33,7 +33,6 @@ from lockstep.comm.together import together
 from lockstep.comm.waiting import wait_for
 from lockstep.errors import LockstepError
 from lockstep.text import counted
-from lockstep.trees import path_text
 
 Per = Literal["batch", "sample"]
 Result = TypeVar("Result")
@@ -348,7 +347,7 @@ def _common_kinds(told: Sequence[Any]) -> list[RowKind]:
     first, kinds = having[0]
     for rank, others in having[1:]:
         if others != kinds:
-            said = ["; ".join(f"{path_text(kind.path)}: {kind.words()}" for kind in each) for each in (kinds, others)]
+            said = ["; ".join(kind.words() for kind in each) for each in (kinds, others)]
             raise ValueError(
                 f"{_CALL}: the ranks' outputs are not alike: on rank {first} {said[0]}; on rank {rank} {said[1]}"
             )

@@ -113,13 +113,17 @@ def refuse_unfit(told: Sequence[Any]) -> None:
         ValueError: it is not; the same on all ranks.
     """
     call, item = "World.gather_in_order()", told[0]["item"]
-    for name, noun in (("source", "different sources"), ("total", f"different numbers of {item}s")):
+
+    def compare(name: str, noun: str) -> None:
         if any(each[name] != told[0][name] for each in told):
             listed = "; ".join(f"rank {rank}: {each[name]}" for rank, each in enumerate(told))
             raise ValueError(f"{call}: the ranks' outputs are of {noun}, which have no common order: {listed}")
+
+    compare("source", "different sources")
     for rank, each in enumerate(told):
         if each["unfinished"]:
             raise ValueError(f"{call}: rank {rank}: {each['unfinished']}")
+    compare("total", f"different numbers of {item}s")
     total, had = told[0]["total"], [Counts(each["runs"]).items for each in told]
     if total is not None and sum(had) != total:
         by_rank = joined(f"{number:,} on rank {rank}" for rank, number in enumerate(had))

@@ -109,7 +109,8 @@ class SameBatches:
                     return
                 self._inputs.append(_digest(tensor))
                 has_tensors = True
-        self._is_unsure |= not has_tensors
+        # (Forwards may come without end before a backward does, as those of an agent that plays.)
+        self._is_unsure |= not has_tensors or len(self._inputs) > MOST_PARTS
 
     # With the gradients: see Rider -----------------------------------------------------------------------------------
 
@@ -145,7 +146,7 @@ class SameBatches:
                 return  # the next backward reads them, and does not wait
         self.is_over = True
         sending.leave(self)
-        if self._unread is not None:
+        if self._unread is not None and not _captures(flags.device):
             self._judge(self._unread.read().tolist())
 
     def alone(self, sending: BackwardState) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -42,7 +42,7 @@ def _said(caught: list[warnings.WarningMessage]) -> list[str]:
 def _unsharded(how: str, dtype: torch.dtype) -> tuple[list[str], list[str]]:
     """Return what is said of a loader that all ranks read alike, and the files at which the warnings point."""
     w = lockstep.init()
-    model = mlp(dtype).to(w.device)
+    model: nn.Module = mlp(dtype).to(w.device)
     if how == "wrapped":
         model = lockstep.DistributedDataParallel(model)
     else:
@@ -108,7 +108,7 @@ class _Takes(nn.Module):
 
 def _in_forms() -> dict[str, int]:
     lockstep.init()
-    forms = {
+    forms: dict[str, Callable[[Tensor], dict[str, Any]]] = {
         "by name": lambda each: {"inputs": each},
         "nested": lambda each: {"given": {"x": [each], "n": 3}},
         "object": lambda each: {"given": _Holder(each)},
@@ -138,7 +138,9 @@ def test_inputs_are_found_in_whatever_form_they_come() -> None:
 def _rightly_so() -> None:
     w = lockstep.init()
     every = [*_loader()]
-    mine = DataLoader(TensorDataset(_DATA), batch_size=4, sampler=lockstep.DistributedSampler(_DATA, shuffle=False))
+    mine = DataLoader(
+        TensorDataset(_DATA), batch_size=4, sampler=lockstep.DistributedSampler(TensorDataset(_DATA), shuffle=False)
+    )
     constant = TensorDataset(torch.ones(24, 5, dtype=torch.float64))
     full = DataLoader(TensorDataset(_DATA), batch_size=24)
     with warnings.catch_warnings():

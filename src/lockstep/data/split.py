@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from collections.abc import Set as AbstractSet
 from itertools import count
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lockstep.comm.calls import of_all_ranks
 from lockstep.comm.in_order.places import Counts, HandedOut
@@ -39,7 +39,7 @@ _REMEDY = (
 
 
 @of_all_ranks("lockstep.split()")
-def split(items: Iterable[Item], *, strided: bool = False) -> Split[Item]:
+def split(items: Iterable[Item] | Dataset[Item], *, strided: bool = False) -> Split[Item]:
     """**Collective.** Return this rank's part of ``items``: over the ranks each item comes exactly once.
 
     ::
@@ -83,7 +83,7 @@ def split(items: Iterable[Item], *, strided: bool = False) -> Split[Item]:
     return Split(items, rank=world.rank, world_size=world.world_size, length=length, strided=strided)
 
 
-class Split(Generic[Item]):
+class Split(Dataset[Item]):
     """One rank's part of some items, in their order. Made by :func:`split`; iterates, and counts and indexes if it can.
 
     Args:
@@ -94,7 +94,9 @@ class Split(Generic[Item]):
         strided: whether the parts are strided rather than contiguous.
     """
 
-    def __init__(self, items: Iterable[Item], *, rank: int, world_size: int, length: int | None, strided: bool) -> None:
+    def __init__(
+        self, items: Iterable[Item] | Dataset[Item], *, rank: int, world_size: int, length: int | None, strided: bool
+    ) -> None:
         self._items: Any = items
         self._rank, self._world_size, self._length = rank, world_size, length
         self._name = f"split {next(_splits)}"

@@ -232,7 +232,7 @@ class Replica(Joinable, BackwardListener):
                 self._train_unfrozen(module)
             if slicing.current is None:
                 self._latest = self._sync.forward_begins(module, records=records)
-                for look in self.checks.looks if records else ():
+                for look in self.checks.looks[:] if records else ():
                     look.forward_begins(self._latest, inputs)
             else:
                 self._latest = self._announce_in_slice(trains=records or training)

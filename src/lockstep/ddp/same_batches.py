@@ -16,8 +16,8 @@ is a warning in any case: the averages are right, and only time is lost.
 
 One digest of all these steps travels in the flags of the last bucket, once, as those of Note [Replicas compared] do: a
 bit that is 0 on one rank and 1 on another shows on all of them. One flag more says that a rank can't tell. Then the
-rider leaves, and no later step knows of it. On a GPU digests stay on the device, and the flags are read in the step
-after, so nothing waits.
+rider leaves. The flags are read when the next forward begins, where a warning points to the line that feeds the model,
+and no later step knows of any of it. On a GPU digests stay on the device, and nothing waits.
 
 Large tensors are sampled: blocks spread over all of it, a MiB together. Replicas that train apart between rounds have
 no buckets, and are not looked at.
@@ -85,9 +85,10 @@ class SameBatches:
         self._inputs: list[int | Tensor] = []
         self._steps: list[list[int | Tensor]] = []
         self._has_sent = False
-        #: True when nothing is left to do, in the same step on all ranks.
+        #: True when nothing is left to be sent, in the same step on all ranks.
         self.is_over = False
-        #: The flags of all ranks, on their way to the host.
+        #: The device of the flags, and the flags of all ranks on their way to the host.
+        self._device = accelerator.CPU
         self._unread: accelerator.HostCopy | None = None
 
     # Looking --------------------------------------------------------------------------------------------------------
@@ -95,6 +96,11 @@ class SameBatches:
     @torch.no_grad()
     def forward_begins(self, forward: Forward, inputs: Any) -> None:
         """See :class:`InputLook`."""
+        if self._has_sent:
+            self._looks.remove(self)
+            if self._unread is not None and not _captures(self._device):
+                self._judge(self._unread.read().tolist())
+            return
         if self._is_unsure or forward.batch:  # the latter: a sharded loader has handed it out
             self._is_unsure = True
             return
@@ -128,7 +134,6 @@ class SameBatches:
         if len(self._steps) < STEPS:
             return
         self._has_sent = True
-        self._looks.remove(self)
         if self._is_unsure or _captures(flags.device):
             flags[-1] = 1
         else:
@@ -139,15 +144,11 @@ class SameBatches:
         """See :class:`~lockstep.ddp.rider.Rider`."""
         if not self._has_sent:
             return
-        if self._unread is None:
-            if not _captures(flags.device):
-                self._unread = accelerator.HostCopy((flags.detach().abs() > 0).to(torch.uint8))
-            if flags.device.type != "cpu" and self._unread is not None:
-                return  # the next backward reads them, and does not wait
+        self._device = flags.device
+        if not _captures(flags.device):
+            self._unread = accelerator.HostCopy((flags.detach().abs() > 0).to(torch.uint8))
         self.is_over = True
         sending.leave(self)
-        if self._unread is not None and not _captures(flags.device):
-            self._judge(self._unread.read().tolist())
 
     def alone(self, sending: BackwardState) -> None:
         """See :class:`~lockstep.ddp.rider.Rider`: nothing is told without a bucket."""

@@ -183,6 +183,12 @@ def _gather(window: int) -> None:
     if found is not None:
         assert [one["n"] for one in found] == [*range(_SAMPLES)]
         assert all(torch.equal(one["box"], torch.arange(number)) for number, one in enumerate(found))
+    loader = lockstep.shard(DataLoader(data, batch_size=6))
+    kinds = (torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.bool, torch.complex128)
+    found = w.gather_in_order([[numbers.to(kind) for kind in kinds] for (numbers,) in loader], loader)
+    for kind, one in zip(kinds, found or [], strict=False):
+        assert one.dtype == kind
+        assert torch.equal(one.view(torch.uint8), torch.arange(_SAMPLES).to(kind).view(torch.uint8))
     drawn = [4, 9, 1, 9, 0, 20]
     loader = lockstep.shard(DataLoader(data, batch_size=4, sampler=drawn))
     found = w.gather_in_order([numbers for (numbers,) in loader], loader)

@@ -449,7 +449,8 @@ class World:
 
         ::
 
-            outputs = [model(images) for images, _ in loader]     # of lockstep.shard(DataLoader(…)), not shuffled or so
+            loader = lockstep.shard(DataLoader(data, batch_size=64))
+            outputs = [model(images) for images, _ in loader]     # one for each batch
             predictions = world.gather_in_order(outputs, loader)  # on rank 0: row i is of sample i; elsewhere None
 
         Each sample has one row, whatever the number of ranks: nothing was padded, so nothing is cut off. Rows go by the

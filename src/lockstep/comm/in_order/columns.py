@@ -81,10 +81,10 @@ class Column:
         while first < min(stop, len(self)):
             piece, end = self._pieces[number], self._ends[number]
             begin = end - len(piece)
-            found.append(piece[first - begin : stop - begin].to("cpu"))
+            rows = piece[first - begin : stop - begin].to("cpu").contiguous()
+            found.append(rows.view(-1).view(torch.uint8))  # (Not all dtypes can be concatenated as what they are.)
             first, number = end, number + 1
-        data = torch.cat(found) if found else torch.empty(0, dtype=self.kind.dtype)
-        return data.contiguous().view(-1).view(torch.uint8)
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)

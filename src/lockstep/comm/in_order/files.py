@@ -112,13 +112,13 @@ class RowFile:
         Args:
             column: its number.
             places: where they belong: int64 [n].
-            rows: of the column's dtype and shape of rows, [n, ...], on the CPU.
+            rows: their bytes: uint8 [n, bytes of a row], contiguous, on the CPU.
 
         Raises:
             OSError: they can't be written.
         """
         size, begin = self._kinds[column].nbytes, self._begins[column]
-        data = rows.contiguous().view(-1).view(torch.uint8).numpy().data
+        data = rows.view(-1).numpy().data
         first = 0
         for stop in [*(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]:  # runs of neighbours
             self._write(data[first * size : stop * size], begin + int(places[first]) * size)

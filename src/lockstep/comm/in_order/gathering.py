@@ -231,7 +231,7 @@ class Table:
         self._pattern, self._kinds, self._places = pattern, kinds, places
         rows = sum(map(len, places))
         self._file: RowFile | None = None
-        #: By column: the rows of all ranks, and the bytes of each rank where they are plain values.
+        #: By column: the bytes of each row, uint8 [rows, bytes]; and those of each rank where they are plain values.
         self._tensors: dict[int, torch.Tensor] = {}
         self._plain: dict[int, list[torch.Tensor]] = {}
         if path is not None:
@@ -243,15 +243,15 @@ class Table:
             if kind.kind == "plain":
                 self._plain[number] = [torch.empty(length, dtype=torch.uint8) for length in lengths[number]]
             else:
-                self._tensors[number] = torch.empty((rows, *kind.shape), dtype=kind.dtype)
+                self._tensors[number] = torch.empty((rows, kind.nbytes), dtype=torch.uint8)
 
     def take(self, column: int, rank: int, first: int, data: torch.Tensor) -> None:
         """See :class:`Receiver`."""
         if column in self._plain:
             self._plain[column][rank][first : first + len(data)] = data
             return
-        kind = self._kinds[column]
-        rows = data.view(kind.dtype).reshape(-1, *kind.shape)
+        # (As bytes: not all dtypes can be indexed.)
+        rows = data.view(-1, self._kinds[column].nbytes)
         places = self._places[rank][first : first + len(rows)]
         if self._file is not None:
             _said(partial(self._file.put, column, places, rows))
@@ -271,8 +271,9 @@ class Table:
         if column in self._plain:
             lists = [json.loads(data.numpy().tobytes() or b"[]") for data in self._plain[column]]
             return _ordered(lists, self._places)
-        tensor = self._tensors[column]
-        return tensor.numpy() if self._kinds[column].kind == "array" else tensor
+        kind, rows = self._kinds[column], self._tensors[column]
+        tensor = rows.view(-1).view(kind.dtype).reshape(len(rows), *kind.shape)
+        return tensor.numpy() if kind.kind == "array" else tensor
 
     def close(self) -> None:
         """See :class:`Receiver`."""

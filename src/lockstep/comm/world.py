@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from lockstep import _torch, callsite
-from lockstep._files import local_path
 from lockstep.comm import waiting
 from lockstep.comm.calls import calling, of_all_ranks
 from lockstep.comm.exchange import all_gather_records, all_gather_tensors, broadcast_tensor, group_device
@@ -484,7 +483,7 @@ class World:
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
         slicing.refuse_in_slice("World.gather_in_order()", self)
-        return gather_in_order(self, outputs, source, per=per, path=None if path is None else local_path(path, "path"))
+        return gather_in_order(self, outputs, source, per=per, path=path)
 
     def _shared(self, value: Any, what: str, sources: Container[int]) -> list[Any]:
         """**Collective.** Return kind and value of what each of ``sources`` shares; raise on all ranks if one can't."""

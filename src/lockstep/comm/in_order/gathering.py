@@ -7,10 +7,11 @@ until all windows have passed, so that no other rank waits for it, and is then r
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -65,49 +66,69 @@ class Receiver(Protocol):
         ...
 
 
-def gather_in_order(world: Members, outputs: object, source: object, *, per: Per | None, path: Path | None) -> Any:
-    """**Collective.** See :meth:`lockstep.World.gather_in_order`."""
+class _Given(NamedTuple):
+    """What one rank has, and asks for."""
 
-    def read() -> tuple[HandedOut, Outputs, bool]:
-        handed = handed_out_by(source)
-        in_batches = _in_batches(per, handed)
-        listed = _as_list(outputs, handed, in_batches=in_batches)
-        if path is None and not in_batches:
-            return handed, Outputs([], [trees_to_bytes(listed)]), False
-        found = columns_of(listed, handed.batches if in_batches else None, handed.item)
-        if path is not None:
-            refuse_unwritable(path, [column.kind for column in found.columns])
-        return handed, found, True
+    handed: HandedOut
+    outputs: Outputs
+    #: What an output is of.
+    per: Per
+    #: The file to write; None: the result is in memory.
+    path: Path | None
 
-    def tell(found: tuple[HandedOut, Outputs, bool]) -> dict[str, Any]:
-        handed, mine, _ = found
+    def dumps(self) -> dict[str, Any]:
+        """Return in JSON types what the other ranks must know."""
+        handed, columns = self.handed, self.outputs.columns
         return {
             "source": handed.source,
             "item": handed.item,
             "runs": handed.counts.runs,
             "total": handed.total,
             "unfinished": handed.unfinished,
-            "per": "batch" if _in_batches(per, handed) else "sample",
-            "to": "memory" if path is None else path.suffix,
-            "kinds": [column.kind.dumps() for column in mine.columns],
-            "lengths": [len(column) for column in mine.columns],
+            "per": self.per,
+            "to": "memory" if self.path is None else self.path.suffix,
+            "kinds": [column.kind.dumps() for column in columns],
+            "lengths": [len(column) for column in columns],
         }
 
-    (handed, mine, is_tabular), told = together(OverGroup(world), read, tell, what=_CALL)
+
+def gather_in_order(
+    world: Members, outputs: object, source: object, *, per: Per | None, path: str | os.PathLike[str] | None
+) -> Any:
+    """**Collective.** See :meth:`lockstep.World.gather_in_order`."""
+    given, told = together(OverGroup(world), lambda: _read(outputs, source, per, path), _Given.dumps, what=_CALL)
     refuse_unfit(told)
     kinds = _common_kinds(told)
     # A rank without outputs does not know their parts.
-    columns = [*mine.columns] if len(mine.columns) else [Column(kind, []) for kind in kinds]
+    columns = given.outputs.columns or [Column(kind, []) for kind in kinds]
     lengths = [[each["lengths"][number] if each["lengths"] else 0 for each in told] for number in range(len(kinds))]
 
     def open_receiver() -> Receiver:
-        counts = [Counts(each["runs"]) for each in told]
-        places = places_of(counts, handed.order)
-        if not is_tabular:
+        places = places_of([Counts(each["runs"]) for each in told], given.handed.order)
+        if given.per == "sample" and given.path is None:
             return Trees(lengths[0], places)
-        return Table(mine.pattern, kinds, lengths, places, path)
+        return Table(given.outputs.pattern, kinds, lengths, places, given.path)
 
     return _send(world, columns, lengths, open_receiver)
+
+
+def _read(outputs: object, source: object, per: Per | None, path: str | os.PathLike[str] | None) -> _Given:
+    handed = handed_out_by(source)
+    if per not in (None, "batch", "sample"):
+        raise ValueError(f"{_CALL}: per={per!r}: expected 'batch' or 'sample'")
+    if per == "batch" and handed.batches is None:
+        raise ValueError(
+            f"{_CALL}: per='batch', but {handed.source} hands out one {handed.item} at a time: give one output for each"
+        )
+    batches = None if per == "sample" else handed.batches
+    listed = _as_list(outputs, handed, in_batches=batches is not None)
+    if path is None and batches is None:
+        return _Given(handed, Outputs([], [trees_to_bytes(listed)]), "sample", None)
+    found = columns_of(listed, batches, handed.item)
+    file = None if path is None else _files.local_path(path, "path")
+    if file is not None:
+        refuse_unwritable(file, [column.kind for column in found.columns])
+    return _Given(handed, found, "sample" if batches is None else "batch", file)
 
 
 def _send(
@@ -300,16 +321,6 @@ def _said(call: Callable[[], Result]) -> Result:
         return call()
     except OSError as error:
         raise LockstepError(f"{_CALL}: {_files.describe(error)}") from error
-
-
-def _in_batches(per: Per | None, handed: HandedOut) -> bool:
-    if per not in (None, "batch", "sample"):
-        raise ValueError(f"{_CALL}: per={per!r}: expected 'batch' or 'sample'")
-    if per == "batch" and handed.batches is None:
-        raise ValueError(
-            f"{_CALL}: per='batch', but {handed.source} hands out one {handed.item} at a time: give one output for each"
-        )
-    return handed.batches is not None and per != "sample"
 
 
 def _as_list(outputs: object, handed: HandedOut, *, in_batches: bool) -> Sequence[Any]:

@@ -47,6 +47,8 @@ def _unsharded(how: str, dtype: torch.dtype) -> tuple[list[str], list[str]]:
         model = lockstep.DistributedDataParallel(model)
     else:
         lockstep.replicate(model, overlap=how == "overlap" or None)
+    if how == "compiled":
+        model = torch.compile(model, backend="eager")  # type: ignore[assignment]
     if how == "hooked":
         lockstep.register_comm_hook(model, None, lockstep.bf16_compress_hook)
     with warnings.catch_warnings(record=True) as caught:
@@ -71,12 +73,31 @@ def test_a_loader_that_nobody_has_sharded_is_told_once(world_size: int) -> None:
         assert files == [__file__]  # the line that feeds the model
 
 
-@pytest.mark.parametrize("how", ["wrapped", "hooked", "overlap", "bfloat16", "float16"])
+@pytest.mark.parametrize("how", ["wrapped", "compiled", "hooked", "overlap", "bfloat16", "float16"])
 @OVER_BOTH
 def test_it_is_told_in_whichever_way_gradients_are_averaged(how: str) -> None:
     dtype = getattr(torch, how) if how.endswith("16") else torch.float64
     told = run_ranks(_unsharded, 2, how, dtype)
     assert [len(said) for said, _ in told] == [1, 0]
+
+
+def _in_a_group() -> list[str]:
+    w = lockstep.init()
+    group = dist.new_group([1, 2])
+    if w.rank == 0:
+        return []
+    model = lockstep.replicate(mlp(), process_group=group)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _train(model, _loader())
+    return _said(caught)
+
+
+def test_it_is_told_of_a_group_that_is_not_the_whole_world() -> None:
+    nobody, first, second = run_ranks(_in_a_group, 3)
+    assert (nobody, second) == ([], [])
+    assert len(first) == 1
+    assert "in each of the first 3 steps all 2 ranks have given the model the same inputs" in first[0]
 
 
 class _Holder:

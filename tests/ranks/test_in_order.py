@@ -418,3 +418,13 @@ def _subset() -> list[int] | None:
 
 def test_a_subset_comes_by_its_indices() -> None:
     assert run_ranks(_subset, 2) == [[2, 5, 7], None]
+
+
+def _over_hosts() -> str:
+    _gather(40)
+    return torch.distributed.get_backend()
+
+
+def test_outputs_of_several_hosts_come_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_BACKEND", "hierarchical")
+    assert run_ranks(_over_hosts, 3, hosts=[2, 1]) == ["hierarchical"] * 3

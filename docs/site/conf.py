@@ -22,7 +22,7 @@ extensions = [
 # Every reference leads somewhere. Types in signatures that are lockstep's own and not public are shown as they are.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:class", r"lockstep\.\w+\.(\w+\.)?[A-Z]\w*"),
+    ("py:class|py:obj", r"lockstep\.\w+\.(\w+\.)?[A-Z]\w*"),
     ("py:class", "CheckFinite|CommHook|CompareEvery|Criterion|Device|OutputDim"),
     # What torch's pages do not explain.
     ("py:class", r"(torch\.distributed\.distributed_c10d|dist)\.ProcessGroup"),

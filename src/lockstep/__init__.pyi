@@ -12,6 +12,8 @@ from lockstep.data.loader import ShardedLoader as ShardedLoader
 from lockstep.data.loader import shard as shard
 from lockstep.data.sampler import DistributedSampler as DistributedSampler
 from lockstep.data.slicing import Slices as Slices
+from lockstep.data.split import Split as Split
+from lockstep.data.split import split as split
 from lockstep.data.steps import Step as Step
 from lockstep.data_parallel.api import DataParallel as DataParallel
 from lockstep.ddp.api import finish_round as finish_round

@@ -58,6 +58,11 @@ source = lockstep.load_weights(folder, bench()[0]).source
 lockstep.load_weights(source, bench()[0])
 lockstep.load_weights(source / "model.safetensors", bench()[0])
 
+part = lockstep.split([1, 2])
+predicted = [{"number": each, "tensor": torch.ones(each)} for each in part]
+assert len(lockstep.world().gather_in_order(predicted, part)) == 2
+lockstep.world().gather_in_order([torch.ones(2) for _ in part], part, path=folder + "/outputs.npy")
+
 from lockstep.cli import main
 for words in (["ls", folder], ["show", folder], ["verify", folder]):
     try:

@@ -40,6 +40,7 @@ COLLECTIVE = {
     "join",
     "replicate",
     "shard",
+    "split",
 }
 
 

@@ -171,6 +171,8 @@ if w.is_main:
         ("World.mean()", "", "w.mean(1.0)"),
         ("World.barrier()", "", "w.barrier()"),
         ("World.gather()", "", "w.gather(1)"),
+        ("World.gather_in_order()", "part = lockstep.split([1, 2])", "w.gather_in_order([*part], part)"),
+        ("lockstep.split()", "", "lockstep.split([1, 2])"),
         ("World.main_first()", "", "list(w.main_first().gen)"),
         ("Checkpointer.save()", "c = lockstep.Checkpointer('saved', model=torch.nn.Linear(1, 1))", "c.save()"),
         ("lockstep.replicate()", "", "lockstep.replicate(torch.nn.Linear(1, 1))"),

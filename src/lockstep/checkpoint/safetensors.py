@@ -22,6 +22,7 @@ from torch import nn
 from lockstep.checkpoint.blocks import TensorPart
 from lockstep.checkpoint.encoding import new_digest, strict_json
 from lockstep.checkpoint.finite import Bound
+from lockstep.comm.in_order.files import SAFETENSORS_NAMES
 from lockstep.errors import CheckpointError
 
 #: Bytes of the field at the beginning of the file that holds the header's length.
@@ -35,25 +36,11 @@ _COMPLEX = "lockstep.complex"
 #: if it is not contiguous.
 _SAMPLE = 256
 
-_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 #: The dtypes that can be read: those above, and those that other tools write as well.
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"C64": torch.complex64, "F8_E8M0": torch.float8_e8m0fnu}
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()} | {
+    "C64": torch.complex64,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 
 
 #: The advice on a model or an optimizer that is divided among the ranks.
@@ -203,7 +190,11 @@ def _header(tensors: Mapping[str, torch.Tensor], aliases: dict[str, str], comple
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": SAFETENSORS_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
     return len(text).to_bytes(LENGTH, "little") + text
@@ -244,7 +235,7 @@ def unsavable(tensor: torch.Tensor) -> str | None:
             f"is {tensor.layout}, and a checkpoint holds dense tensors: keep its indices and values as buffers, or "
             "register it with persistent=False if the model can recompute it"
         )
-    if tensor.dtype not in _NAMES and tensor.dtype not in (torch.complex64, torch.complex128):
+    if tensor.dtype not in SAFETENSORS_NAMES and tensor.dtype not in (torch.complex64, torch.complex128):
         return f"has dtype {tensor.dtype}, which safetensors does not know: convert it"
     return None
 

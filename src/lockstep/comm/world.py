@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from lockstep import _torch, callsite
 from lockstep.comm import waiting
 from lockstep.comm.calls import calling, of_all_ranks
 from lockstep.comm.exchange import all_gather_records, all_gather_tensors, broadcast_tensor, group_device
+from lockstep.comm.in_order.gathering import Per, gather_in_order
 from lockstep.comm.labels import compares_labels
 from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import together
@@ -436,6 +438,52 @@ class World:
             return plain
         tensor = broadcast_tensor(value if self.rank == source else None, source, self.group)
         return tensor.to(self.device)
+
+    @_torch.mark_untraced
+    @of_all_ranks("World.gather_in_order()")
+    def gather_in_order(
+        self, outputs: Sequence[Any], source: Any, *, per: Per | None = None, path: str | Path | None = None
+    ) -> Any:
+        """**Collective.** Return on rank 0 what all ranks have made of their parts, in the order of the data set.
+
+        ::
+
+            loader = lockstep.shard(DataLoader(data, batch_size=64))
+            outputs = [model(images) for images, _ in loader]     # one for each batch
+            predictions = world.gather_in_order(outputs, loader)  # on rank 0: row i is of sample i; elsewhere None
+
+        Each sample has one row, whatever the number of ranks: nothing was padded, so nothing is cut off. Rows go by the
+        index of their sample, also after a pass that was shuffled; a sampler's by the indices that it drew,
+        ascending, those of a sample drawn twice next to each other; a stream's as they came.
+
+        Args:
+            outputs: a list with one output for each batch that the loop was given, also where a batch has no samples.
+                An output is a tensor or a NumPy array with one row for each sample of the batch, a list of plain values
+                with one for each (texts, say), or dicts, tuples, lists and dataclasses of these. Rows have the same
+                shape in all outputs of all ranks. Of a :func:`lockstep.split`: one output for each item.
+            source: the loader from :func:`lockstep.shard` whose last pass these are the outputs of, or the
+                :func:`lockstep.split`, or a plain DataLoader over that.
+            per: ``"sample"``: there is one output for each sample of a loader instead, all in one list: what differs in
+                shape (boxes in images). Outputs of single samples are tensors, arrays, and what JSON can hold, in lists
+                and dicts (a tuple becomes a list).
+            path: a file that rank 0 writes, for outputs that are larger than its memory: ``.npy`` for one tensor, which
+                ``numpy.load(path, mmap_mode="r")`` maps, or ``.safetensors`` for several, named by their keys
+                (``"logits"``, ``"0.boxes"``; one alone: ``"outputs"``). It appears when it is complete and
+                replaces one of this name. Outputs of single samples then are tensors of one shape.
+
+        Returns:
+            None on all ranks but 0, and everywhere with ``path``. On rank 0: with one output per batch, an output of
+            all samples, with tensors on the CPU and without gradients; with one per sample or item, the list of all.
+
+        Raises:
+            TypeError: the outputs are nothing that can be put together, or ``source`` divides nothing among the ranks.
+            ValueError: the pass left samples out (``drop_last``, a ``break``), there is not one output for each batch,
+                the outputs' parts or shapes differ, or a format can't hold them; on every rank.
+            LockstepError: the file can't be written; on every rank.
+            CollectiveTimeout, PeerLost: another rank is late or gone.
+        """
+        slicing.refuse_in_slice("World.gather_in_order()", self)
+        return gather_in_order(self, outputs, source, per=per, path=path)
 
     def _shared(self, value: Any, what: str, sources: Container[int]) -> list[Any]:
         """**Collective.** Return kind and value of what each of ``sources`` shares; raise on all ranks if one can't."""

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep import callsite
 from lockstep.comm.calls import of_all_ranks
 from lockstep.comm.exchange import all_gather_records
+from lockstep.comm.in_order.places import HandedOut
 from lockstep.comm.init import current_world
 from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import agreed
@@ -46,6 +47,7 @@ from lockstep.data.fetch import (
     step_key,
     step_keys,
 )
+from lockstep.data.last_pass import LastPass
 from lockstep.data.order import batch_count, digest_of, draw_order, epoch_order, mix, share_bounds
 from lockstep.data.seeding import preserved_generators
 from lockstep.data.slicing import SliceOptions, Slices, sizes_in
@@ -237,6 +239,7 @@ class ShardedLoader:
         #: The order of the epoch under way, and True if its batches must be requested anew.
         self._order_now: torch.Tensor | None = None
         self._is_recut = False
+        self._last_pass = LastPass()
         if options is not None:
             options.switch_on()
         # The workers' base seed is drawn from here and not from the global generator, which a resumed run would then
@@ -568,6 +571,7 @@ class ShardedLoader:
                     )
                 self._ask(rank_stream)
             flight.current.leave(_DATA)
+            self._last_pass.is_over = True
             for hook in self._end_hooks.values():
                 hook()
             self._end_pass(mine)
@@ -594,12 +598,28 @@ class ShardedLoader:
         if self._slicing is not None:
             self._slicing.begin_epoch()
         self._cursor = replace(self._cursor, in_epoch=True)
+        self._last_pass.begin(self._cursor)
         self._pass = object()
         return self._pass
 
     def _advance(self, fetched: Fetched) -> None:
         samples, batches = self._cursor.samples + fetched.global_samples, self._cursor.batches + 1
         self._cursor = replace(self._cursor, samples=samples, batches=batches)
+        self._last_pass.samples.append(fetched.samples)
+
+    def _handed_out(self) -> HandedOut:
+        """See :class:`~lockstep.comm.in_order.places.HandsOut`."""
+        order = self._order_now
+        if self._slicing is not None:
+            why = "the loader was sharded with slices=, whose outputs come in pieces: shard one without for predictions"
+        else:
+            why = "drop_last=True leaves out the end of a stream" if self.drop_last and order is None else ""
+        return self._last_pass.handed_out(
+            self._number,
+            total=None if order is None else order.numel(),
+            order=None if self._source.order == "sequential" else order,
+            unfinished=why,
+        )
 
     def _end_pass(self, mine: object) -> None:
         if self._pass is mine:

@@ -17,6 +17,7 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from lockstep.data.contents import contents_of
 from lockstep.data.order import read_shares, share_bounds
+from lockstep.data.split import Split
 
 #: Fact that differs between ranks -> the remedy; "" for all facts about the dataset's contents.
 REMEDIES = {
@@ -160,6 +161,11 @@ def _refuse_what_cannot_be_cut(loader: DataLoader[Any]) -> None:
         raise ValueError(
             f"{type(loader).__name__} iterates in its own way (it overrides DataLoader.__iter__), which lockstep.shard "
             "would bypass: pass a plain DataLoader over the same dataset"
+        )
+    if isinstance(loader.dataset, Split):
+        raise ValueError(
+            "this DataLoader is over a lockstep.split, which is one rank's part already; lockstep.shard would divide "
+            "each part again. Shard a DataLoader over all items, or use this one as it is, without lockstep.shard"
         )
     settings = _settings(loader)
     if settings.batch_size is None and loader.batch_sampler is not None:

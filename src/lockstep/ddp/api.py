@@ -56,6 +56,7 @@ def replicate(
     init_sync: bool = True,
     sync: LocalSteps | None = None,
     compare_every: CompareEvery = "auto",
+    same_batches: bool = False,
     **unknown: NoReturn,
 ) -> Model:
     """**Collective.** Make ``model`` a replica: the same parameters on every rank, and the same gradients.
@@ -109,6 +110,10 @@ def replicate(
             ReplicaMismatch on every rank, from the backward in which it is found. With None replicas may differ, so a
             step with gradients that were never averaged isn't an error either: Note [Steps without an average] in
             unaveraged.py.
+        same_batches: True says that all ranks train on the same batches on purpose. Otherwise a warning says so where
+            the inputs of the first three steps are the same on all ranks, and no sharded loader has handed them out: a
+            loader that nobody has sharded. A batch that is the same in each step is not meant. See Note [A loader that
+            nobody sharded] in same_batches.py.
         unknown: no other argument is taken; the error says what to do instead of those of torch's DDP.
 
     Raises:
@@ -132,10 +137,11 @@ def replicate(
         init_sync=init_sync,
         sync=sync,
         compare_every=compare_every,
+        same_batches=same_batches,
     )
     replica = attach(model, process_group, options)
     replica.announcing += (
-        model.register_forward_pre_hook(_BeforeForward(replica), prepend=True),
+        model.register_forward_pre_hook(_BeforeForward(replica), prepend=True, with_kwargs=True),
         model.register_forward_hook(_AfterForward(replica)),
         model.register_forward_hook(_leave_stream, always_call=True),
     )
@@ -396,9 +402,9 @@ class _BeforeForward:
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
 
-    def __call__(self, module: nn.Module, _: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_exporting():  # an exported program stands for the module alone
-            self._replica.before_forward(module)
+            self._replica.before_forward(module, (args, kwargs))
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _inert_hook, ()

@@ -110,6 +110,11 @@ class Averaging:
         self.comm_hook = comm_hook
         self.sends = self.world_size > 1 or comm_hook is not None
 
+    def leave(self, rider: Rider) -> None:
+        """Let ``rider`` travel no more."""
+        # (New lists: those that there are may be gone through at present.)
+        self.riding = [[(each, slot) for each, slot in riding if each is not rider] for riding in self.riding]
+
     def make_scale(self, factor: float, dtype: torch.dtype) -> Tensor:
         """Make ``factor`` a tensor (0-dim), and keep it in :attr:`scales`."""
         if len(self.scales) > _MOST_SCALES:
@@ -183,6 +188,10 @@ class Backward:
     def whoami(self) -> str:
         """Say which rank this is, and how far it has come."""
         return self._all.whoami()
+
+    def leave(self, rider: Rider) -> None:
+        """See :class:`~lockstep.ddp.rider.BackwardState`."""
+        self._all.leave(rider)
 
     def arrivals(self) -> Iterable[int]:
         """Return the positions of the parameters that got a gradient, as often as they did."""

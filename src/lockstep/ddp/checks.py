@@ -21,6 +21,7 @@ from lockstep.ddp.members import parameters_of
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.rider import Rider
+from lockstep.ddp.same_batches import InputLook, SameBatches
 from lockstep.ddp.stepping import alerted
 from lockstep.ddp.unaveraged import Unaveraged
 from lockstep.step.share import Items
@@ -50,6 +51,9 @@ class GradientChecks:
         self._guard: StepGuard | None = None
         self.finite: FiniteCheck | None = None
         self._unaveraged: Unaveraged | None = None
+        #: Those who look at what the model is given.
+        self.looks: list[InputLook] = []
+        self._same_batches = None if not options.tells_same_batches else SameBatches(group, self.looks)
         #: True if a warning is due for parameters that no rank uses in the first averaged backward.
         self.warns_of_unused = not options.find_unused_parameters and dist.get_rank(group) == 0
         self._kept_count = KeptCount(f"rank {dist.get_rank(group)} of {self._world_size}")
@@ -97,6 +101,9 @@ class GradientChecks:
                 riders.insert(0, LeftOut(self._group, param.dtype))
             if batches:
                 riders.append(BatchFlags(self._group, param.dtype))
+        same = self._same_batches
+        if self._world_size > 1 and param is not None and same is not None and not same.is_over:
+            riders.append(same)
         return riders if self.drift is None else [*riders, self.drift]
 
     # In training ----------------------------------------------------------------------------------------------------

@@ -33,6 +33,8 @@ class ReplicaOptions:
     sync: LocalSteps | None = None
     #: Within how many steps all that replicas hold is compared; None or 0: never.
     compare_every: CompareEvery = "auto"
+    #: True if the ranks train on the same batches on purpose.
+    same_batches: bool = False
 
     def __post_init__(self) -> None:
         sizes = [("bucket_cap_mb", self.bucket_cap_mb), ("first_bucket_mb", self.first_bucket_mb)]
@@ -86,6 +88,11 @@ class ReplicaOptions:
     def compares(self) -> bool:
         """Return whether replicas are compared while they train."""
         return self.sync is None and self.compare_every not in (None, 0)
+
+    @property
+    def tells_same_batches(self) -> bool:
+        """Return whether ranks that train on the same batches are told so."""
+        return self.sync is None and not self.same_batches
 
     @property
     def compared_within(self) -> int | None:

@@ -208,8 +208,13 @@ class Replica(Joinable, BackwardListener):
     # Forward --------------------------------------------------------------------------------------------------------
 
     @_torch.mark_untraced
-    def before_forward(self, module: nn.Module) -> None:
-        """**Collective** in training, outside no_sync, if there are buffers to send or inside join. Begin a forward."""
+    def before_forward(self, module: nn.Module, inputs: tuple[Any, Any]) -> None:
+        """**Collective** in training, outside no_sync, if there are buffers to send or inside join. Begin a forward.
+
+        Args:
+            module: the module.
+            inputs: its arguments, by position and by name.
+        """
         if self._is_released:
             raise refusals.was_released(self.whoami(), module)
         # Checkpointing repeats a forward inside backward, which must not send anything twice.
@@ -227,6 +232,8 @@ class Replica(Joinable, BackwardListener):
                 self._train_unfrozen(module)
             if slicing.current is None:
                 self._latest = self._sync.forward_begins(module, records=records)
+                for look in self.checks.looks[:] if records else ():
+                    look.forward_begins(self._latest, inputs)
             else:
                 self._latest = self._announce_in_slice(trains=records or training)
         # This comes last, since a stream that was entered must be left again, also if the forward fails.

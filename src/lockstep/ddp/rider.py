@@ -39,6 +39,10 @@ class BackwardState(Protocol):
         """Return a description of this rank and its step."""
         ...
 
+    def leave(self, rider: Rider) -> None:
+        """Let ``rider`` travel no more, from the next backward on; the same on all ranks. Its flags stay 0."""
+        ...
+
 
 class Rider(Protocol):
     """An object that sends flags to the other ranks with the gradients."""

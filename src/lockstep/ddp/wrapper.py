@@ -68,6 +68,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         overlap: see :func:`lockstep.replicate`.
         check_finite: see :func:`lockstep.replicate`.
         compare_every: see :func:`lockstep.replicate`.
+        same_batches: see :func:`lockstep.replicate`.
 
     Raises:
         RuntimeError: no parameter of the module requires a gradient, so there is nothing to average.
@@ -102,6 +103,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         overlap: bool | None = None,
         check_finite: CheckFinite = "step",
         compare_every: CompareEvery = "auto",
+        same_batches: bool = False,
     ) -> None:
         super().__init__()
         if not any(param.requires_grad for _, param in parameters_of(module)):
@@ -136,6 +138,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             init_sync_buffers=None if forward_sync_buffers is None else True,
             bucket_cap_mb_list=tuple(bucket_cap_mb_list or ()),
             compare_every=compare_every,
+            same_batches=same_batches,
         )
         self.module = module
         self._attach(_choose_group(process_group, device_mesh))
@@ -157,7 +160,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             inputs, kwargs = to_device(inputs, self.device_ids[0]), to_device(kwargs, self.device_ids[0])
         if torch.compiler.is_exporting():  # an exported program stands for the module alone
             return self.module(*inputs, **kwargs)
-        self._replica.before_forward(self.module)
+        self._replica.before_forward(self.module, (inputs, kwargs))
         try:
             output = self.module(*inputs, **kwargs)
             self._replica.after_forward(output)

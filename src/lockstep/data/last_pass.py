@@ -1,0 +1,51 @@
+"""What a sharded loader has handed out in its last pass, for outputs that are gathered in order."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import torch
+
+from lockstep.comm.in_order.places import Counts, HandedOut
+from lockstep.data.cursor import Cursor
+
+
+class LastPass:
+    """The samples that this rank was given of each global batch, and whether the pass was a whole one."""
+
+    def __init__(self) -> None:
+        #: The samples of this rank in each batch so far. (A list, since a step appends to it.)
+        self.samples: list[int] = []
+        self._began: Cursor | None = None
+        #: True when the pass has come to its end.
+        self.is_over = False
+
+    def begin(self, cursor: Cursor) -> None:
+        """Note that a pass begins at this position."""
+        self.samples, self._began, self.is_over = [], cursor, False
+
+    def handed_out(self, loader: int, *, total: int | None, order: torch.Tensor | None, unfinished: str) -> HandedOut:
+        """Return what this rank was given.
+
+        Args:
+            loader: the loader's number.
+            total: the samples of an epoch; None: the length of the stream is not known.
+            order: as for :class:`~lockstep.comm.in_order.places.HandedOut`.
+            unfinished: why no pass is a whole one; empty if it may be.
+        """
+        began = self._began
+        unfinished = unfinished or self._why_unfinished()
+        source = f"sharded loader {loader}" if began is None else f"epoch {began.epoch} of sharded loader {loader}"
+        counts = Counts((samples, len([*batches])) for samples, batches in groupby(self.samples))
+        return HandedOut(source, "sample", counts, total, unfinished, self.samples, order)
+
+    def _why_unfinished(self) -> str:
+        if self._began is None:
+            return "no loop over the sharded loader has begun"
+        if self._began.samples:
+            return (
+                f"the last loop over the sharded loader began at sample {self._began.samples:,} of its epoch (a resume)"
+            )
+        if not self.is_over:
+            return f"the last loop over the sharded loader was left after {len(self.samples):,} of its batches"
+        return ""

@@ -32,6 +32,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -44,7 +45,7 @@ from lockstep.comm.labels import labelled
 from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import together
 from lockstep.comm.world import World
-from lockstep.data.costs import Costs, as_costs
+from lockstep.data.costs import Costs, CostsOfSampler, as_costs
 from lockstep.data.cursor import Cursor
 from lockstep.data.order import as_indices, batch_count, mix
 from lockstep.data.seeding import SamplerNumbers, parts_of_sampler
@@ -175,18 +176,15 @@ class BatchSamplerDrawing:
         seed, epoch: what its generators are seeded from.
         state: the state to put it into first; None: it stays in the one that it has.
         costs: those of the loader.
-        takes_costs: whether it yields costs beside the indices.
     """
 
     begins_at = 0
 
-    def __init__(
-        self, sampler: Any, *, seed: int, epoch: int, state: Any, costs: Costs | None, takes_costs: bool
-    ) -> None:
+    def __init__(self, sampler: Any, *, seed: int, epoch: int, state: Any, costs: Costs | None) -> None:
         self.what = f"the batch sampler {type(sampler).__name__}"
         self._sampler, self._epoch = sampler, epoch
-        self._costs = costs if costs is not None and costs.is_told_by_rank_0 and not takes_costs else None
-        self._takes_costs = takes_costs
+        self._takes_costs = isinstance(costs, CostsOfSampler)
+        self._costs = costs if costs is not None and costs.is_told_by_rank_0 and not self._takes_costs else None
         self._numbers = SamplerNumbers(sampler, mix(seed, epoch))
         self._batches: Iterator[Any] | None = None
         self._drawn = 0
@@ -240,7 +238,7 @@ class BatchSamplerDrawing:
         Raises:
             TypeError: the sampler's state is not made of JSON types.
         """
-        if not hasattr(self._sampler, "state_dict"):
+        if not hasattr(self._sampler, "state_dict") or not hasattr(self._sampler, "load_state_dict"):
             return None
         state = self._sampler.state_dict()
         try:
@@ -292,35 +290,43 @@ def length_of(sampler: Any) -> int | None:
         return None
 
 
+@dataclass(frozen=True)
+class Shipping:
+    """What is the same for all epochs of a loader whose batches rank 0 ships."""
+
+    world: World
+    #: The number of the loader, the same on all ranks.
+    loader: int
+    #: The most batches that any rank asks for beyond the one that its loop has.
+    ahead: int
+    #: What samples cost, or None.
+    costs: Costs | None
+
+
 class DrawnBatches:
     """Batches that rank 0 draws and ships; see Note [Drawn batches].
 
     Args:
-        world: the ranks.
+        shipping: the loader and its ranks.
         begin: makes what rank 0 draws from; called on rank 0, when the first portion is due.
-        loader: the number of the loader, the same on all ranks.
         cursor: where the batches begin.
         drawn: the digest of the batches before the cursor, if they are to be compared; else that of the order.
         is_chained: whether a digest goes on with each batch.
-        ahead: the most batches that any rank asks for beyond the one that its loop has.
-        costs: those of the loader, or None.
     """
 
     def __init__(
         self,
-        world: World,
+        shipping: Shipping,
         begin: Callable[[], Drawing],
         *,
-        loader: int,
         cursor: Cursor,
         drawn: str | None,
         is_chained: bool,
-        ahead: int,
-        costs: Costs | None,
     ) -> None:
-        self._world, self._begin, self._loader, self._cursor = world, begin, loader, cursor
+        self._world, self._loader, self._ahead = shipping.world, shipping.loader, shipping.ahead
+        self._begin, self._cursor = begin, cursor
         self.drawn, self._is_chained = drawn, is_chained
-        self._ahead = ahead
+        costs = shipping.costs
         self._costs = None if costs is None or costs.is_told_by_rank_0 else costs
         self._drawing: Drawing | None = None
         self._batches: dict[int, GlobalBatch] = {}

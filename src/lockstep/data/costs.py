@@ -147,7 +147,7 @@ def read_costs(given: object, dataset: Any, *, is_stream: bool, draws_batches: b
         return CostsOfSampler()
     if callable(given):
         return CostFunction(given)
-    if not hasattr(given, "__len__") or not isinstance(given, Iterable):
+    if not isinstance(given, Iterable):
         raise TypeError(
             f'costs={given!r}: expected one cost for each sample of the dataset, a function of the index, or "sampler"'
         )

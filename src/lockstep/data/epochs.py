@@ -11,8 +11,15 @@ from torch.utils.data import DataLoader
 from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import together
 from lockstep.comm.world import World
-from lockstep.data.batches import BatchSamplerDrawing, CostedOrder, CutOrder, DrawnBatches, EpochBatches, length_of
-from lockstep.data.costs import CostsOfSampler
+from lockstep.data.batches import (
+    BatchSamplerDrawing,
+    CostedOrder,
+    CutOrder,
+    DrawnBatches,
+    EpochBatches,
+    Shipping,
+    length_of,
+)
 from lockstep.data.cursor import Cursor
 from lockstep.data.order import digest_of, draw_order, epoch_order
 from lockstep.data.seeding import preserved_generators
@@ -36,17 +43,19 @@ class Epochs:
     """
 
     def __init__(self, source: Shardable, world: World, *, loader: int, inner: DataLoader[Any]) -> None:
-        self._source, self._world, self._loader = source, world, loader
+        self._source, self._world = source, world
         self._now: DrawnBatches | None = None
         #: The state that the batch sampler has to be put into before the next epoch; None: it is in the right one.
         self._pending: Any = None
-        self._ahead, self._length = 0, None
+        #: How rank 0 ships batches; None: each rank cuts them itself.
+        self._shipping: Shipping | None = None
+        self._length: int | None = None
         costs = source.costs
-        self._ships = source.order == "batches" or (costs is not None and costs.is_told_by_rank_0)
-        if self._ships:
+        if source.order == "batches" or (costs is not None and costs.is_told_by_rank_0):
             mine = _BESIDE_WORKERS + inner.num_workers * (inner.prefetch_factor or 0)
             _, told = together(OverGroup(world), lambda: [mine, self._ask_length()], list, what="lockstep.shard")
-            self._ahead, self._length = max(ahead for ahead, _ in told), told[0][1]
+            self._shipping = Shipping(world, loader, max(ahead for ahead, _ in told), costs)
+            self._length = told[0][1]
 
     def begin(self, cursor: Cursor, *, seed: int, drawn: str | None) -> EpochBatches:
         """**Collective** unless lockstep orders the samples. Return the batches from the cursor on.
@@ -73,19 +82,16 @@ class Epochs:
             costs=source.costs,
             drawn=drawn,
         )
-        if not self._ships:
+        shipping, costs = self._shipping, source.costs
+        if shipping is None or costs is None:
             return cut
-        costs = source.costs
-        assert costs is not None  # or nothing would be shipped
+        batches = cut.from_number(cursor.batches)
         return DrawnBatches(
-            self._world,
-            lambda: CostedOrder(cut.from_number(cursor.batches), begins_at=cursor.batches, costs=costs),
-            loader=self._loader,
+            shipping,
+            lambda: CostedOrder(batches, begins_at=cursor.batches, costs=costs),
             cursor=cursor,
             drawn=drawn,
             is_chained=False,
-            ahead=self._ahead,
-            costs=costs,
         )
 
     @property
@@ -113,26 +119,13 @@ class Epochs:
         self._now, self._pending = None, state
 
     def _begin_drawing(self, cursor: Cursor, *, seed: int, drawn: str | None) -> DrawnBatches:
-        source = self._source
+        source, shipping = self._source, self._shipping
+        assert shipping is not None  # made for every batch sampler
         state, self._pending = self._pending, None
-        self._now = DrawnBatches(
-            self._world,
-            partial(
-                BatchSamplerDrawing,
-                source.sampler,
-                seed=seed,
-                epoch=cursor.epoch,
-                state=state,
-                costs=source.costs,
-                takes_costs=isinstance(source.costs, CostsOfSampler),
-            ),
-            loader=self._loader,
-            cursor=cursor,
-            drawn=drawn,
-            is_chained=True,
-            ahead=self._ahead,
-            costs=source.costs,
+        begin = partial(
+            BatchSamplerDrawing, source.sampler, seed=seed, epoch=cursor.epoch, state=state, costs=source.costs
         )
+        self._now = DrawnBatches(shipping, begin, cursor=cursor, drawn=drawn, is_chained=True)
         return self._now
 
     def _order(self, cursor: Cursor, *, seed: int, drawn: str | None) -> tuple[torch.Tensor, str | None]:

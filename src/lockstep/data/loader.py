@@ -20,7 +20,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler, default_collate
 from torch.utils.hooks import RemovableHandle
@@ -77,7 +76,7 @@ def shard(
     to_device: bool = True,
     slices: int | Literal["auto"] | Slices | None = None,
     shares: Sequence[float] | None = None,
-    costs: Sequence[float] | torch.Tensor | np.ndarray[Any, Any] | Callable[[int], float] | str | None = None,
+    costs: Iterable[float] | Callable[[int], float] | Literal["sampler"] | None = None,
 ) -> ShardedLoader:
     """**Collective.** Return a loader that gives this rank its share of each batch of ``loader``.
 
@@ -155,8 +154,7 @@ def shard(
             seed=seed,
             slices=count,
             shares=shares,
-            costs=costs,
-        )
+        ).with_costs(costs)
         if options is not None:
             options.refuse_unfit(source)
         return source, options
@@ -296,12 +294,10 @@ class ShardedLoader:
 
     @property
     def batch_sampler(self) -> Any:
-        """The DataLoader's own batch sampler, which rank 0 asks for the global batches; only where it has one.
+        """The DataLoader's own batch sampler, which rank 0 asks for the global batches; an attribute only where it has
+        one.
 
         If it has no ``set_epoch``, one is added that only warns.
-
-        Raises:
-            AttributeError: it has none.
         """
         if self._source.order != "batches":
             raise AttributeError("batch_sampler")  # __getattr__ says why

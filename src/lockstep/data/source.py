@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -53,6 +53,16 @@ class Shardable:
     #: What samples cost, if the parts of a batch are to cost the same.
     costs: Costs | None = None
 
+    def with_costs(self, costs: object) -> Shardable:
+        """Return the same with the costs that a user gave.
+
+        Raises:
+            TypeError, ValueError: they are no costs, or not for this loader.
+        """
+        is_stream, draws_batches = self.order == "stream", self.order == "batches"
+        known = read_costs(costs, self.loader.dataset, is_stream=is_stream, draws_batches=draws_batches)
+        return replace(self, costs=known)
+
     @property
     def sampler(self) -> Any:
         """The sampler that orders the samples, or draws whole batches."""
@@ -96,7 +106,6 @@ def read_source(
     seed: int | None,
     slices: int | None = None,
     shares: object = None,
-    costs: object = None,
 ) -> Shardable:
     """Return ``loader`` with its settings, if it can be sharded.
 
@@ -107,10 +116,9 @@ def read_source(
         seed: the user's argument.
         slices: the number of slices of each batch, of which a rank may have none; None: batches are not sliced.
         shares: the user's argument: each rank's proportion of each batch; not with ``slices``.
-        costs: the user's argument: what samples cost.
 
     Raises:
-        TypeError: ``loader`` is not a DataLoader, or its dataset has no length; ``costs`` are no costs.
+        TypeError: ``loader`` is not a DataLoader, or its dataset has no length.
         ValueError: a setting of it can't be divided among ranks; the message says what to do instead.
     """
     if not isinstance(loader, DataLoader):
@@ -129,8 +137,7 @@ def read_source(
         seed = given.initial_seed() if isinstance(given, torch.Generator) else default_seed
     elif not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed}: expected 0 <= seed < 2**63")
-    known = read_costs(costs, loader.dataset, is_stream=order == "stream", draws_batches=order == "batches")
-    return Shardable(loader, order, batch_size, seed, _read_shares(shares, batch_size, world_size), known)
+    return Shardable(loader, order, batch_size, seed, _read_shares(shares, batch_size, world_size))
 
 
 def _refuse_small(batch_size: int, *, slices: int | None, world_size: int) -> None:

@@ -51,8 +51,8 @@ class Buckets(Sampler[list[int]]):
         left = list(self.sampler)
         self._python.shuffle(left)
         while left:
-            draws = [self._numpy.integers(3), self._legacy.randint(3), torch.randint(3, ()).item()]
-            size = int(sum(draws)) + random.randrange(2) + int(np.random.randint(2))
+            draws: list[Any] = [self._numpy.integers(3), self._legacy.randint(3), torch.randint(3, ()).item()]
+            size = sum(map(int, draws)) + random.randrange(2) + int(np.random.randint(2))
             yield left[:size]
             left = left[size:]
 
@@ -337,11 +337,11 @@ def _what_it_has() -> None:
     by_epoch = lockstep.shard(DataLoader(data, batch_sampler=_sampler("by epoch", world.rank)))
     assert len(by_epoch) == 21, "rank 0's word, on every rank"
     by_epoch.batch_sampler.set_epoch(3)
-    listed = lockstep.shard(DataLoader(data, batch_sampler=LIST))  # type: ignore[arg-type]
+    listed = lockstep.shard(DataLoader(data, batch_sampler=LIST))
     with pytest.warns(UserWarning, match="set_epoch"):
         listed.batch_sampler.set_epoch(3)
     with pytest.raises(ValueError, match="costs="):
-        lockstep.shard(DataLoader(data, batch_sampler=LIST), costs=[1.0])  # type: ignore[arg-type]
+        lockstep.shard(DataLoader(data, batch_sampler=LIST), costs=[1.0])
 
 
 def test_what_a_loader_with_a_batch_sampler_tells() -> None:
@@ -471,6 +471,35 @@ def test_slices_have_the_same_bits_on_any_number_of_ranks(costs: str, world_size
     assert begun[0][0] == expected[0][:4]
     rest = run_ranks(_sliced, 5 - world_size, costs, begun[0][1], None)
     assert all(rank[0] == expected[0][4:] for rank in rest)
+
+
+def _short_of_memory(costs: str) -> list[list[float]]:
+    """Slices of at most two samples fit, so batches are cut again."""
+    drawn_batches._PORTION = 3
+    world = lockstep.init(timeout=30)
+    numbers = torch.arange(float(SAMPLES), dtype=torch.float64)[:, None]
+    loader = lockstep.shard(
+        DataLoader(TensorDataset(numbers), batch_sampler=Buckets(world.rank)), slices="auto", costs=COSTS[costs]
+    )
+    model = lockstep.replicate(nn.Linear(1, 1).double())
+    found = []
+    for step in loader.steps():
+        for (inputs,) in step:
+            with step.attempt():
+                if len(inputs) > 2:
+                    raise MemoryError
+                model(inputs).mean().backward()
+                step.add_loss(inputs.mean())
+        model.zero_grad()
+        found.append([step.samples, round(step.loss, 9)])
+    return found
+
+
+@pytest.mark.parametrize("costs", ["table", "function"])
+def test_a_drawn_batch_is_cut_again_when_memory_runs_out(costs: str) -> None:
+    (expected,) = run_ranks(_short_of_memory, 1, costs)
+    assert max(samples for samples, _ in expected) > 4, "two slices did not do"
+    assert run_ranks(_short_of_memory, 2, costs) == [expected] * 2
 
 
 def _unlike() -> None:

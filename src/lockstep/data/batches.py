@@ -34,7 +34,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,11 +45,13 @@ from lockstep.comm.labels import labelled
 from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import together
 from lockstep.comm.world import World
-from lockstep.data.costs import Costs, CostsOfSampler, as_costs
+from lockstep.data.costs import CostsOfSampler, SampleCosts, as_costs
 from lockstep.data.cursor import Cursor
 from lockstep.data.order import as_indices, batch_count, mix
 from lockstep.data.seeding import SamplerNumbers, parts_of_sampler
 from lockstep.errors import CheckpointMismatch, CollectiveMismatch, LockstepError, named
+
+Fetched = TypeVar("Fetched")
 
 #: Batches of a portion, unless ranks fetch further ahead.
 _PORTION = 256
@@ -75,17 +77,13 @@ class EpochBatches(Protocol):
         """A digest of what the user's sampler drew, to be found again at a resume; None: there is no such sampler."""
         ...
 
-    def draw(self, number: int) -> None:
-        """**Collective** for some numbers, the same on all ranks. Have batch ``number`` ready, and those after it that
-        may be fetched ahead."""
-        ...
-
     def from_number(self, number: int) -> Iterator[GlobalBatch]:
         """Return the batches from ``number`` on."""
         ...
 
-    def take(self, number: int) -> None:
-        """Note that the loop is given batch ``number``."""
+    def beside(self, fetched: Iterator[Fetched], number: int) -> Iterator[Fetched]:
+        """Return what a rank has fetched of the batches from ``number`` on, as its loop asks for it. **Collective** for
+        some numbers, the same on all ranks: batches are drawn before any rank may fetch them."""
         ...
 
     def batch(self, number: int) -> GlobalBatch:
@@ -112,7 +110,7 @@ class CutOrder:
         batch_size: int,
         drop_last: bool,
         cursor: Cursor,
-        costs: Costs | None = None,
+        costs: SampleCosts | None = None,
         drawn: str | None = None,
     ) -> None:
         self._order, self._batch_size, self._first = order, batch_size, cursor
@@ -121,15 +119,13 @@ class CutOrder:
         self._end = cursor.batches + count
         self.drawn = drawn
 
-    def draw(self, number: int) -> None:
-        """See :class:`EpochBatches`."""
-
     def from_number(self, number: int) -> Iterator[GlobalBatch]:
         """See :class:`EpochBatches`."""
         return map(self.batch, range(number, self._end))
 
-    def take(self, number: int) -> None:
+    def beside(self, fetched: Iterator[Fetched], number: int) -> Iterator[Fetched]:  # noqa: ARG002
         """See :class:`EpochBatches`."""
+        return fetched
 
     def batch(self, number: int) -> GlobalBatch:
         """See :class:`EpochBatches`."""
@@ -180,7 +176,7 @@ class BatchSamplerDrawing:
 
     begins_at = 0
 
-    def __init__(self, sampler: Any, *, seed: int, epoch: int, state: Any, costs: Costs | None) -> None:
+    def __init__(self, sampler: Any, *, seed: int, epoch: int, state: Any, costs: SampleCosts | None) -> None:
         self.what = f"the batch sampler {type(sampler).__name__}"
         self._sampler, self._epoch = sampler, epoch
         self._takes_costs = isinstance(costs, CostsOfSampler)
@@ -265,7 +261,7 @@ class CostedOrder:
 
     what = "the function costs="
 
-    def __init__(self, batches: Iterator[GlobalBatch], *, begins_at: int, costs: Costs) -> None:
+    def __init__(self, batches: Iterator[GlobalBatch], *, begins_at: int, costs: SampleCosts) -> None:
         self._batches, self._costs = batches, costs
         self.begins_at = begins_at
 
@@ -300,7 +296,7 @@ class Shipping:
     #: The most batches that any rank asks for beyond the one that its loop has.
     ahead: int
     #: What samples cost, or None.
-    costs: Costs | None
+    costs: SampleCosts | None
 
 
 class DrawnBatches:
@@ -338,7 +334,7 @@ class DrawnBatches:
         self.length: int | None = None
         self._has_said = False
 
-    def draw(self, number: int) -> None:
+    def beside(self, fetched: Iterator[Fetched], number: int) -> Iterator[Fetched]:
         """See :class:`EpochBatches`.
 
         Raises:
@@ -346,6 +342,18 @@ class DrawnBatches:
             CheckpointMismatch: it draws other batches than before the interruption; on every rank.
             CollectiveMismatch: the ranks' loops are at different batches.
         """
+        while True:
+            self._draw(number)
+            item = next(fetched, None)
+            if item is None:
+                return
+            if self._is_chained:
+                self.drawn = _chained(self.drawn, self._batches[number].indices)
+            yield item
+            number += 1
+
+    def _draw(self, number: int) -> None:
+        """Have batch ``number`` ready, and those after it that may be fetched ahead."""
         for past in range(min(self._batches, default=number), number):
             self._batches.pop(past, None)
         while not self._is_over and self._next <= number + self._ahead:
@@ -358,11 +366,6 @@ class DrawnBatches:
             number += 1
         if not self._is_over:
             raise LockstepError(f"{self._whoami()}: batch {number} was asked for before rank 0 had drawn it")
-
-    def take(self, number: int) -> None:
-        """See :class:`EpochBatches`."""
-        if self._is_chained:
-            self.drawn = _chained(self.drawn, self._batches[number].indices)
 
     def batch(self, number: int) -> GlobalBatch:
         """See :class:`EpochBatches`."""

@@ -25,6 +25,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,7 +40,7 @@ OF_SAMPLER = "sampler"
 Parts = Sequence[Sequence[int]]
 
 
-class Costs(Protocol):
+class SampleCosts(Protocol):
     """Where the costs of samples come from."""
 
     @property
@@ -71,7 +72,7 @@ class CostTable:
         self.fact = f"a table with digest {hashlib.blake2b(table.numpy().data, digest_size=8).hexdigest()}"
 
     def of(self, indices: torch.Tensor) -> torch.Tensor:
-        """See :class:`Costs`.
+        """See :class:`SampleCosts`.
 
         Raises:
             ValueError: the table has no such sample.
@@ -97,7 +98,7 @@ class CostFunction:
         self._function = function
 
     def of(self, indices: torch.Tensor) -> torch.Tensor:
-        """See :class:`Costs`.
+        """See :class:`SampleCosts`.
 
         Raises:
             TypeError, ValueError: the function returned something else than a cost.
@@ -116,7 +117,7 @@ class CostsOfSampler:
         raise LookupError(f"the costs of {len(indices)} samples come with their batch")
 
 
-def read_costs(given: object, dataset: Any, *, is_stream: bool, draws_batches: bool) -> Costs | None:
+def read_costs(given: object, dataset: Any, *, is_stream: bool, draws_batches: bool) -> SampleCosts | None:
     """Return the costs that a user gave, checked.
 
     Args:
@@ -276,15 +277,16 @@ class ByNumber:
 
     def __init__(self, world_size: int, shares: tuple[float, ...] | None) -> None:
         self._world_size, self._shares = world_size, shares
+        #: See :class:`Division`. (Nearly all batches have the same size.)
+        self.among_ranks = lru_cache(maxsize=256)(self._among_ranks)
 
-    def among_ranks(
+    def _among_ranks(
         self,
         count: int,
         costs: torch.Tensor | None,  # noqa: ARG002
         *,
         rank: int,
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """See :class:`Division`."""
         return range(*share_bounds(count, rank=rank, world_size=self._world_size, shares=self._shares)), ()
 
     def in_slices(
@@ -314,7 +316,7 @@ class ByCost:
     def among_ranks(self, count: int, costs: torch.Tensor | None, *, rank: int) -> tuple[Sequence[int], Sequence[int]]:
         """See :class:`Division`."""
         known, ranks = _known(costs), range(len(self._shares))
-        by_number = [self._by_number.among_ranks(count, costs, rank=each)[0] for each in ranks]
+        by_number = [self._by_number.among_ranks(count, None, rank=each)[0] for each in ranks]
         parts = parts_of_equal_cost(known, may_have=[True] * len(ranks), shares=self._shares)
         self.balance.add(known, by_number, parts, self._shares)
         return parts[rank], [len(part) for part in parts]

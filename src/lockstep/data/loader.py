@@ -104,7 +104,7 @@ def shard(
         seed: the seed of the order and of the samples' seeds, the same on all ranks. None: the initial seed of the
             ``generator=`` that the DataLoader was given, or else the world's seed.
         seed_samples: seed the generators of torch, Python and NumPy before each sample, so that random augmentation is
-            the same at every world size and after a resume: Note [Sample seeds] in ``data/seeding.py``. Costs
+            the same at every world size and after a resume: Note [Sample seeds] in ``data/seeding.py``. SampleCosts
             about 15 µs a sample; skipped for datasets that can't be random: TensorDataset, and Hugging Face's
             without a transform of your own. With it a dataset that can fetch a whole batch at once (``__getitems__``)
             is asked sample by sample; turn this off where that is slow and nothing is random.
@@ -425,7 +425,7 @@ class ShardedLoader:
         self.seed = saved.seed
         self._cursor = saved.cursor
         self._resuming = saved.cursor.in_epoch
-        self._drawn = saved.drawn
+        self._drawn, self._now = saved.drawn, None
         if self._epochs is not None:
             self._epochs.load(saved.sampler)
         self._pass = None
@@ -465,7 +465,7 @@ class ShardedLoader:
             batch_size=self.batch_size,
             drop_last=self.drop_last,
             num_workers=self.num_workers if self._source.order == "stream" else None,
-            drawn=self._drawn if self._cursor.in_epoch else None,
+            drawn=(self._drawn if self._now is None else self._now.drawn) if self._cursor.in_epoch else None,
             slices=self.slices,
             threads=None if self._options is None else self._options.threads,
             costs=None if self._slicing is None or self._source.costs is None else self._source.costs.fact,
@@ -596,14 +596,10 @@ class ShardedLoader:
         draws_here = self._slicing is not None and not self._seeded and not self.num_workers
         if self._epochs is not None:
             self._now = self._epochs.begin(self._cursor, seed=self.seed, drawn=self._drawn)
-            self._now.draw(self._cursor.batches)
-            self._drawn = self._now.drawn
         while True:
             self._is_recut = False
-            ahead = iter(naming_dead_workers(self._fetch()) if self.num_workers else self._fetch())
+            ahead = self._fetch()
             while not self._is_recut:
-                if self._now is not None:
-                    self._now.draw(self._cursor.batches)
                 # (A dataset that draws unseeded must not advance the common generators by this rank's fetches.)
                 with preserved_generators() if draws_here else nullcontext():
                     fetched = next(ahead, None)
@@ -657,7 +653,7 @@ class ShardedLoader:
             self._cursor = Cursor(self._cursor.epoch + 1)
         if not self._resuming:
             self._drawn = None
-        self._resuming = False
+        self._resuming, self._now = False, None
         if self._slicing is not None:
             self._slicing.begin_epoch()
         self._cursor = replace(self._cursor, in_epoch=True)
@@ -665,9 +661,6 @@ class ShardedLoader:
         return self._pass
 
     def _advance(self, fetched: Fetched) -> None:
-        if self._now is not None:
-            self._now.take(self._cursor.batches)
-            self._drawn = self._now.drawn
         samples, batches = self._cursor.samples + fetched.global_samples, self._cursor.batches + 1
         self._cursor = replace(self._cursor, samples=samples, batches=batches)
 
@@ -676,7 +669,7 @@ class ShardedLoader:
             self._pass = None
             self._cursor = Cursor(self._cursor.epoch + 1)
 
-    def _fetch(self) -> Iterable[Fetched]:
+    def _fetch(self) -> Iterator[Fetched]:
         """Return this rank's share of the batches from the cursor to the end of its epoch."""
         epoch_key = mix(self.seed, self._cursor.epoch)
         self._generator.manual_seed(mix(epoch_key, self._world.rank))
@@ -694,7 +687,10 @@ class ShardedLoader:
                 else step_keys(global_batches, division, rank=rank, epoch_key=epoch_key, sliced=sliced)
             )
             batches = self._inner
-        return batches if self._device is None else on_device(batches, self._device)
+        if self._device is not None:
+            batches = on_device(batches, self._device)
+        fetched = iter(naming_dead_workers(batches) if self.num_workers else batches)
+        return fetched if self._now is None else self._now.beside(fetched, self._cursor.batches)
 
     def _compared(self, fetched: Iterable[Fetched], skip: int) -> Iterator[Fetched]:
         """Yield a stream without its first ``skip`` batches, after the ranks have compared its first global batch."""

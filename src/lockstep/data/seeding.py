@@ -102,7 +102,7 @@ def parts_of_sampler(sampler: object) -> list[Any]:
     return found
 
 
-class _Held(NamedTuple):
+class _Seedable(NamedTuple):
     """A generator that a sampler holds, of whatever kind."""
 
     seed: Callable[[int], object]
@@ -110,14 +110,14 @@ class _Held(NamedTuple):
     set: Callable[[Any], object]
 
 
-def _held_by(sampler: object) -> Iterator[_Held]:
+def _held_by(sampler: object) -> Iterator[_Seedable]:
     for value in _attributes(sampler):
         if isinstance(value, torch.Generator):
-            yield _Held(value.manual_seed, value.get_state, value.set_state)
+            yield _Seedable(value.manual_seed, value.get_state, value.set_state)
         elif isinstance(value, random.Random):
-            yield _Held(value.seed, value.getstate, value.setstate)
+            yield _Seedable(value.seed, value.getstate, value.setstate)
         elif isinstance(value, np.random.RandomState):
-            yield _Held(_seed_legacy(value), value.get_state, value.set_state)
+            yield _Seedable(_seed_legacy(value), value.get_state, value.set_state)
         elif isinstance(value, np.random.Generator):
             yield _held_bits(value.bit_generator)
 
@@ -126,11 +126,11 @@ def _seed_legacy(state: np.random.RandomState) -> Callable[[int], object]:
     return lambda seed: state.seed(seed >> 32)
 
 
-def _held_bits(bits: Any) -> _Held:
+def _held_bits(bits: Any) -> _Seedable:
     def seed(number: int) -> None:
         bits.state = type(bits)(number).state
 
-    return _Held(seed, lambda: bits.state, lambda state: setattr(bits, "state", state))
+    return _Seedable(seed, lambda: bits.state, lambda state: setattr(bits, "state", state))
 
 
 def _attributes(thing: object) -> list[Any]:

@@ -16,7 +16,7 @@ from torch.utils.data import (
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from lockstep.data.contents import contents_of
-from lockstep.data.costs import Costs, read_costs
+from lockstep.data.costs import SampleCosts, read_costs
 from lockstep.data.order import read_shares, share_bounds
 from lockstep.data.seeding import parts_of_sampler
 
@@ -51,7 +51,7 @@ class Shardable:
     #: Each rank's proportion of each global batch; None: all are equal.
     shares: tuple[float, ...] | None = None
     #: What samples cost, if the parts of a batch are to cost the same.
-    costs: Costs | None = None
+    costs: SampleCosts | None = None
 
     def with_costs(self, costs: object) -> Shardable:
         """Return the same with the costs that a user gave.

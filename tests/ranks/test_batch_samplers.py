@@ -439,6 +439,32 @@ def test_ranks_have_parts_of_equal_cost_in_the_order_of_the_batch() -> None:
     assert [len(part[-1]) for part in ranks] == [1, 1, 0], "two samples for three ranks"
 
 
+def _augmented(costs: str, workers: int, state: dict[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
+    """The samples of each batch of what is left of an epoch, and the state after the second one."""
+    drawn_batches._PORTION = 2
+    lockstep.init(timeout=30)
+    given = DataLoader(Augmented(), batch_size=6, shuffle=True, num_workers=workers)
+    loader = lockstep.shard(given, costs=COSTS[costs])
+    if state is not None:
+        loader.load_state_dict(state)
+    seen, states = [], []
+    for batch in loader:
+        seen.append(batch.tolist())
+        states.append(json.loads(json.dumps(loader.state_dict())))
+    return seen, states[1]
+
+
+@pytest.mark.parametrize("costs", ["table", "function"])
+def test_samples_are_augmented_alike_in_whatever_part_and_a_pass_goes_on(costs: str) -> None:
+    def batches(ranks: list[Any]) -> list[list[Any]]:
+        return [sorted(itertools.chain(*parts)) for parts in zip(*[seen for seen, _ in ranks], strict=True)]
+
+    expected = batches(run_ranks(_augmented, 1, "none", 0, None))
+    ranks = run_ranks(_augmented, 3, costs, 1, None)
+    assert batches(ranks) == expected
+    assert batches(run_ranks(_augmented, 2, costs, 0, ranks[0][1])) == expected[2:]
+
+
 def _sliced(costs: str, state: dict[str, Any] | None, stop: int | None) -> list[Any]:
     drawn_batches._PORTION = 3
     world = lockstep.init(timeout=30)

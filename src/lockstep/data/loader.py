@@ -104,7 +104,7 @@ def shard(
         seed: the seed of the order and of the samples' seeds, the same on all ranks. None: the initial seed of the
             ``generator=`` that the DataLoader was given, or else the world's seed.
         seed_samples: seed the generators of torch, Python and NumPy before each sample, so that random augmentation is
-            the same at every world size and after a resume: Note [Sample seeds] in ``data/seeding.py``. SampleCosts
+            the same at every world size and after a resume: Note [Sample seeds] in ``data/seeding.py``. Costs
             about 15 µs a sample; skipped for datasets that can't be random: TensorDataset, and Hugging Face's
             without a transform of your own. With it a dataset that can fetch a whole batch at once (``__getitems__``)
             is asked sample by sample; turn this off where that is slow and nothing is random.

@@ -386,11 +386,11 @@ def _trained(costs: str, batched: str, shares: list[float] | None, workers: int)
     if batched == "sampler":
         options = {"batch_sampler": (Priced if costs == "sampler" else Buckets)(world.rank)}
     loader = lockstep.shard(DataLoader(data, num_workers=workers, **options), shares=shares, costs=COSTS[costs])
-    model = lockstep.replicate(_model())
+    model = lockstep.replicate(_model().to(world.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found = []
     for _, inputs, targets in itertools.chain(loader, loader):
-        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss = (model(inputs) - targets).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -400,6 +400,7 @@ def _trained(costs: str, batched: str, shares: list[float] | None, workers: int)
 
 @each_value(
     str,
+    on_gpus=True,
     each_backend=BOTH,
     costs=("table", "function", "sampler", "none"),
     batched=("sampler", "size", "sampler", "sampler"),

@@ -500,6 +500,40 @@ def test_slices_have_the_same_bits_on_any_number_of_ranks(costs: str, world_size
     assert all(rank[0] == expected[0][4:] for rank in rest)
 
 
+def _checkpointed(folder: Path, kind: str, stop: int | None) -> list[list[int]]:
+    """The batches of two epochs, or as far as a run comes that resumes and is left after step ``stop``."""
+    drawn_batches._PORTION = 3
+    world = lockstep.init(timeout=30)
+    data = TensorDataset(torch.arange(SAMPLES), torch.arange(float(SAMPLES))[:, None])
+    loader = lockstep.shard(DataLoader(data, batch_sampler=_sampler(kind, world.rank)))
+    model = lockstep.replicate(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    saved = lockstep.Checkpointer(folder, model=model, optimizer=optimizer, loader=loader)
+    seen = []
+    for _ in saved.epochs(2):
+        for indices, inputs in loader:
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            seen.append(indices.tolist())
+            if saved.step == stop:
+                saved.save()
+                return seen
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["remembers", "buckets"])
+def test_a_run_resumes_from_a_checkpoint_on_another_number_of_ranks(kind: str, tmp_path: Path) -> None:
+    def joined(ranks: list[Any]) -> list[list[int]]:
+        return [[*itertools.chain(*parts)] for parts in zip(*ranks, strict=True)]
+
+    expected = joined(run_ranks(_checkpointed, 1, tmp_path / "whole", kind, None))
+    stop = len(expected) // 2 + 2  # in the second epoch
+    begun = joined(run_ranks(_checkpointed, 2, tmp_path / "run", kind, stop))
+    assert begun == expected[:stop]
+    assert joined(run_ranks(_checkpointed, 3, tmp_path / "run", kind, None)) == expected[stop:]
+
+
 def _short_of_memory(costs: str) -> list[list[float]]:
     """Slices of at most two samples fit, so batches are cut again."""
     drawn_batches._PORTION = 3

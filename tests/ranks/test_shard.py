@@ -335,8 +335,10 @@ class OwnIteration(DataLoader[Any]):
         return super().__iter__()
 
 
-class OwnBatches(BatchSampler):
-    """Makes batches in its own way."""
+class BatchesByRank(BatchSampler):
+    """Splits batches among ranks in its own way."""
+
+    num_replicas = 3
 
 
 def _refused(case: str) -> None:
@@ -344,7 +346,7 @@ def _refused(case: str) -> None:
     data = TensorDataset(torch.arange(12))
     cases: dict[str, dict[str, Any]] = {
         "small": {"batch_size": 2},
-        "batch_sampler": {"batch_sampler": OwnBatches(SequentialSampler(data), 4, False)},
+        "batches by rank": {"batch_sampler": BatchesByRank(SequentialSampler(data), 4, False)},
         "unbatched": {"batch_size": None},
         "distributed": {"batch_size": 4, "sampler": lockstep.DistributedSampler(data)},
         "unordered": {"batch_size": 4, "num_workers": 1, "in_order": False},
@@ -370,7 +372,11 @@ def _refused(case: str) -> None:
     ("case", "error", "message"),
     [
         ("small", "ValueError", "batch_size=2 is smaller than the world of 3 ranks"),
-        ("batch_sampler", "ValueError", "has its own batch_sampler (OwnBatches), which chooses whole batches"),
+        (
+            "batches by rank",
+            "ValueError",
+            "has a BatchesByRank with num_replicas=3, which splits the data among the ranks",
+        ),
         ("distributed in batches", "ValueError", "has a DistributedSampler"),
         ("small batches", "ValueError", "batch_size=2 is smaller than the world of 3 ranks"),
         ("unbatched", "ValueError", "batch_size=None"),

@@ -10,7 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.order import batch_count, epoch_order, global_batches, mix, share_bounds
+from lockstep.data.batches import CutOrder
+from lockstep.data.cursor import Cursor
+from lockstep.data.order import batch_count, epoch_order, mix, share_bounds
 
 _sizes = st.integers(0, 300)
 
@@ -73,12 +75,17 @@ def test_slices_in_proportion(count: int, shares: tuple[float, ...], sizes: list
 
 @given(length=_sizes, batch_size=st.integers(1, 40), drop_last=st.booleans(), start=_sizes)
 def test_batches_cover_the_rest_of_the_epoch_once(length: int, batch_size: int, drop_last: bool, start: int) -> None:
-    batches = list(global_batches(length, batch_size=batch_size, drop_last=drop_last, start=start))
+    order = torch.arange(1000, 1000 + length)
+    cut = CutOrder(order, batch_size=batch_size, drop_last=drop_last, cursor=Cursor(samples=start, batches=3))
+    batches = list(cut.from_number(3))
     assert len(batches) == batch_count(length, batch_size=batch_size, drop_last=drop_last, start=start)
-    covered = [position for begin, end in batches for position in range(begin, end)]
-    whole = list(range(start, length))
+    covered = [index for batch in batches for index in batch.indices.tolist()]
+    whole = list(range(1000 + start, 1000 + length))
     assert covered == (whole[: len(whole) // batch_size * batch_size] if drop_last else whole)
-    assert all(end - begin == batch_size for begin, end in batches[:-1])
+    assert all(len(batch.indices) == batch_size for batch in batches[:-1])
+    assert all(batch.position == batch.indices[0] - 1000 for batch in batches)
+    assert [batch.number for batch in batches] == list(range(3, 3 + len(batches)))
+    assert all(cut.batch(batch.number).indices.equal(batch.indices) for batch in batches)
 
 
 def test_an_order_is_a_permutation_of_its_own() -> None:

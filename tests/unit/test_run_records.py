@@ -232,6 +232,27 @@ def test_steps_that_were_left_out_are_told_of(tmp_path: Path, clock: _Clock, mon
     }
 
 
+def test_what_parts_of_equal_cost_have_won_is_told(
+    tmp_path: Path, clock: _Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = _record(tmp_path / "run", clock, step=0.1, end=False)
+    monkeypatch.setenv("LOCKSTEP_JOB_DIR", str(tmp_path / "run"))
+    notes.tell(notes.COSTS, batches=3, by_number=30.0, by_cost=21.0, exact=20.0)
+    notes.tell(notes.COSTS, batches=1, by_number=14.0, by_cost=12.0, exact=10.0)
+    recorder.end(exit_code=0, summary=None, peaks={})
+    run = history.read(tmp_path / "run")
+    assert run.remarks == [
+        "parts of equal cost: in 4 global batches the dearest rank had 1.10 times the mean cost, and would have had "
+        "1.47 times with equal numbers of samples (25% less)"
+    ]
+    explained = CliRunner().invoke(main, ["runs", "explain", str(tmp_path / "run"), "--json"])
+    assert holds(explained.stdout, "lockstep.runs.explain/1")["costs"] == {
+        "batches": 4,
+        "dearest": pytest.approx(1.1),
+        "dearest_by_number": pytest.approx(44 / 30),
+    }
+
+
 def test_a_run_that_fails_before_its_first_step_is_the_newest(tmp_path: Path, clock: _Clock) -> None:
     home = tmp_path / "lockstep" / "logs"
     _record(home / "older", clock, step=0.05)

@@ -29,20 +29,26 @@ class LoaderState:
     seed: int
     order: str
     length: int | None
-    batch_size: int
+    batch_size: int | None
     drop_last: bool
     num_workers: int | None
-    #: The digest of the order that the user's sampler drew for the epoch under way, or None.
+    #: The digest of the order that the user's sampler drew for the epoch under way, or of the batches that a batch
+    #: sampler drew before the cursor; or None.
     drawn: str | None
     #: The number of slices of each global batch and of threads that compute them, or None without slices; the bits of
     #: a run depend on them.
     slices: int | None = None
     threads: int | None = None
+    #: What the costs are by which slices are cut, or None.
+    costs: str | None = None
+    #: The state of a batch sampler with a memory of its own, before the epoch under way or after the last one, in JSON
+    #: types; or None.
+    sampler: Any = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the state in JSON types."""
-        state = {"format": 1, **asdict(self)}
-        return state if self.slices is not None else {k: v for k, v in state.items() if k not in ("slices", "threads")}
+        later = ("slices", "threads", "costs", "sampler")  # what not every loader has
+        return {"format": 1, **{k: v for k, v in asdict(self).items() if v is not None or k not in later}}
 
     @classmethod
     def from_json(cls, state: Any) -> LoaderState:
@@ -57,9 +63,10 @@ class LoaderState:
                 raise ValueError(f"format {state['format']!r} is unknown to this version of lockstep")
             cursor = Cursor(**fields.pop("cursor"))
             restored = cls(cursor=cursor, **fields)
-            numbers = (cursor.epoch, cursor.samples, cursor.batches, restored.seed, restored.batch_size)
+            numbers: list[Any] = [cursor.epoch, cursor.samples, cursor.batches, restored.seed]
+            numbers += [] if restored.order == "batches" else [restored.batch_size]
             if any(type(number) is not int or number < 0 for number in numbers):
-                raise ValueError(f"expected whole numbers of 0 or more, got {numbers}")
+                raise ValueError(f"expected whole numbers of 0 or more, got {tuple(numbers)}")
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointMismatch(
                 f"this is not the state of a sharded loader ({type(error).__name__}: {error}): {str(state)[:200]}"
@@ -68,7 +75,7 @@ class LoaderState:
 
     def other_bits_than(self, mine: LoaderState) -> str:
         """Return why a loader with the state ``mine`` computes other bits than this one; empty if it does not."""
-        names = {"slices": "slices=", "threads": "threads="}
+        names = {"slices": "slices=", "threads": "threads=", "costs": "costs="}
         differ = [
             f"{said}{getattr(self, name)} before, {said}{getattr(mine, name)} now"
             for name, said in names.items()

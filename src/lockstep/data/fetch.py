@@ -24,11 +24,12 @@ from torch.utils.data import (
 
 from lockstep import accelerator, knobs
 from lockstep.comm.world import World
+from lockstep.data.batches import GlobalBatch
 from lockstep.data.contents import fingerprint
-from lockstep.data.cursor import Cursor
-from lockstep.data.order import global_batches, mix, share_bounds
+from lockstep.data.costs import Division
+from lockstep.data.order import mix, share_bounds
 from lockstep.data.seeding import preserved_generators, seed_generators
-from lockstep.data.slicing import Slicing
+from lockstep.data.slicing import Slicing, sizes_in
 from lockstep.data.source import Shardable
 from lockstep.job import stop
 from lockstep.job.trace import BatchTimes
@@ -50,14 +51,21 @@ class SliceKey(NamedTuple):
 
     #: The indices of this rank's samples; if it has none, the index of the global batch's first sample, as a pattern.
     indices: list[int]
-    #: The position of the first index in the epoch's order.
-    position: int
+    #: The position of each index in the epoch's order.
+    positions: Sequence[int]
     #: The number of this rank's samples.
     samples: int
     #: The number of samples in the global batch.
     global_samples: int
     #: mix(seed, epoch); see Note [Sample seeds].
     epoch_key: int
+    #: The number of samples of each rank, if shares do not say it.
+    sizes: Sequence[int] = ()
+
+    @property
+    def position(self) -> int:
+        """The position of the first index."""
+        return self.positions[0]
 
 
 class StepKey(NamedTuple):
@@ -72,6 +80,8 @@ class StepKey(NamedTuple):
     #: The number of samples of this rank, and of the global batch.
     samples: int
     global_samples: int
+    #: The number of samples of each slice of the global batch.
+    sizes: Sequence[int]
 
 
 class Fetched(NamedTuple):
@@ -82,6 +92,8 @@ class Fetched(NamedTuple):
     global_samples: int
     #: The numbers of the slices, if the batch is a list of slices.
     numbers: Sequence[int] = ()
+    #: The number of samples of each slice of the global batch; without slices of each rank, if shares do not say it.
+    sizes: Sequence[int] = ()
     #: The fingerprint of a stream's first global batch, to compare between ranks; otherwise None.
     fingerprint: str | None = None
 
@@ -101,8 +113,8 @@ class FetchingDataset(Dataset[Fetched]):
     def __getitem__(self, key: SliceKey | StepKey) -> Fetched:
         if isinstance(key, StepKey):
             batches = [self._fetched(each, sliced=True) for each in key.slices]
-            return Fetched(batches, key.samples, key.global_samples, key.numbers)
-        return Fetched(self._fetched(key), key.samples, key.global_samples)
+            return Fetched(batches, key.samples, key.global_samples, key.numbers, key.sizes)
+        return Fetched(self._fetched(key), key.samples, key.global_samples, sizes=key.sizes)
 
     def _fetched(self, key: SliceKey, *, sliced: bool = False) -> Any:
         if self._at_once:
@@ -119,8 +131,8 @@ class FetchingDataset(Dataset[Fetched]):
             self.at_work.note(key.indices[0])
         if self._seeded:
             samples = []
-            for offset, index in enumerate(key.indices):
-                seed_generators(mix(key.epoch_key, key.position + offset))
+            for position, index in zip(key.positions, key.indices, strict=True):
+                seed_generators(mix(key.epoch_key, position))
                 samples.append(self._sample(index))
         elif callable(getattr(self.dataset, "__getitems__", None)):
             samples = self.dataset.__getitems__(key.indices)
@@ -220,7 +232,7 @@ class StreamDataset(IterableDataset[Fetched]):
                 batches.append(collated(samples[start:stop], self._collate, empty=False, seed=own))
                 numbers.append(number)
                 count += stop - start
-        return Fetched(batches, count, len(samples), numbers, print_)
+        return Fetched(batches, count, len(samples), numbers, sizes_in(bounds), print_)
 
 
 class TimedDataset(FetchingDataset):
@@ -380,52 +392,53 @@ class Keys(Sampler[SliceKey | StepKey]):
         return iter(self.keys)
 
 
-def share_keys(
-    order: torch.Tensor, source: Shardable, *, start: int, rank: int, world_size: int, epoch_key: int
-) -> Iterator[SliceKey]:
-    """Return one rank's keys from global sample ``start`` on; every rank gets the same number."""
-    batches = global_batches(order.numel(), batch_size=source.batch_size, drop_last=source.drop_last, start=start)
-    for begin, end in batches:
-        first, last = share_bounds(end - begin, rank=rank, world_size=world_size, shares=source.shares)
-        samples = last - first
-        position = begin + first if samples else begin
-        indices = order[position : position + max(1, samples)].tolist()
-        yield SliceKey(indices, position, samples, end - begin, epoch_key)
+def share_keys(batches: Iterable[GlobalBatch], division: Division, *, rank: int, epoch_key: int) -> Iterator[SliceKey]:
+    """Return one rank's keys of the global batches; every rank gets the same number."""
+    for batch in batches:
+        count = len(batch.indices)
+        places, sizes = division.among_ranks(count, batch.costs, rank=rank)
+        yield _slice_key(batch, places or range(1), samples=len(places), epoch_key=epoch_key, sizes=sizes)
 
 
 def step_keys(
-    order: torch.Tensor, source: Shardable, *, cursor: Cursor, rank: int, epoch_key: int, sliced: Slicing
+    batches: Iterable[GlobalBatch], division: Division, *, rank: int, epoch_key: int, sliced: Slicing
 ) -> Iterator[StepKey]:
-    """Return one rank's keys of the sliced global batches from ``cursor`` on; every rank gets the same number."""
-    batches = global_batches(
-        order.numel(), batch_size=source.batch_size, drop_last=source.drop_last, start=cursor.samples
-    )
-    for number, (begin, end) in enumerate(batches, start=cursor.batches):
-        run = sliced.runs_at(number)[rank]
-        yield step_key(order, begin, end, bounds=sliced.cut(end - begin), run=run, epoch_key=epoch_key)
+    """Return one rank's keys of the sliced global batches; every rank gets the same number."""
+    for batch in batches:
+        yield step_key(
+            batch, division, rank=rank, runs=sliced.runs_at(batch.number), epoch_key=epoch_key, sliced=sliced
+        )
 
 
 def step_key(
-    order: torch.Tensor,
-    begin: int,
-    end: int,
+    batch: GlobalBatch,
+    division: Division,
     *,
-    bounds: Sequence[tuple[int, int]],
-    run: tuple[int, int],
+    rank: int,
+    runs: Sequence[tuple[int, int]],
     epoch_key: int,
+    sliced: Slicing,
 ) -> StepKey:
-    """Return the key of the slices in ``run``, of the global batch at positions ``begin`` to ``end``.
+    """Return the key of a rank's slices of a global batch; ``runs`` says which each rank has."""
+    count = len(batch.indices)
+    parts = division.in_slices(sliced.cut(count), batch.costs, runs=runs)
+    numbers = [number for number in range(*runs[rank]) if parts[number]]
+    slices = [_slice_key(batch, parts[number], samples=len(parts[number]), epoch_key=epoch_key) for number in numbers]
+    samples = sum(each.samples for each in slices)
+    return StepKey(slices, numbers, batch.position, samples, count, [len(part) for part in parts])
 
-    ``bounds`` are the bounds of each slice within the batch.
-    """
-    key = StepKey([], [], begin, 0, end - begin)
-    for number in range(*run):
-        first, last = bounds[number]
-        if first < last:
-            indices = order[begin + first : begin + last].tolist()
-            key.slices.append(SliceKey(indices, begin + first, last - first, end - begin, epoch_key))
-            key.numbers.append(number)
-    return key._replace(samples=sum(each.samples for each in key.slices))
+
+def _slice_key(
+    batch: GlobalBatch, places: Sequence[int], *, samples: int, epoch_key: int, sizes: Sequence[int] = ()
+) -> SliceKey:
+    """Return the key of the samples at these places of a global batch."""
+    if isinstance(places, range):
+        indices = batch.indices[places.start : places.stop].tolist()
+        positions: Sequence[int] = range(batch.position + places.start, batch.position + places.stop)
+    else:
+        indices = batch.indices[torch.tensor(places, dtype=torch.int64)].tolist()
+        positions = [batch.position + place for place in places]
+    return SliceKey(indices, positions, samples, len(batch.indices), epoch_key, sizes)
 
 
 class _InnerLoader(DataLoader[Fetched]):
@@ -456,7 +469,7 @@ def inner_loader(
         dataset = (TimedStream if traced else StreamDataset)(
             given.dataset,  # type: ignore[arg-type]  # an IterableDataset, or the order would be another
             given.collate_fn,
-            batch_size=source.batch_size,
+            batch_size=source.batch_size or 0,  # a stream has one
             drop_last=source.drop_last,
             rank=world.rank,
             world_size=world.world_size,

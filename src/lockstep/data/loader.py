@@ -32,9 +32,12 @@ from lockstep.comm.init import current_world
 from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import agreed
 from lockstep.comm.world import World
+from lockstep.data.batches import EpochBatches, GlobalBatch
 from lockstep.data.contents import can_be_random
+from lockstep.data.costs import ByCost, ByNumber, Division
 from lockstep.data.cursor import Cursor, LoaderState
 from lockstep.data.device import on_device
+from lockstep.data.epochs import Epochs
 from lockstep.data.fetch import (
     Fetched,
     FetchingDataset,
@@ -48,13 +51,13 @@ from lockstep.data.fetch import (
     step_keys,
 )
 from lockstep.data.last_pass import LastPass
-from lockstep.data.order import batch_count, digest_of, draw_order, epoch_order, mix, share_bounds
+from lockstep.data.order import batch_count, mix, share_bounds
 from lockstep.data.seeding import preserved_generators
 from lockstep.data.slicing import SliceOptions, Slices, sizes_in
 from lockstep.data.source import REMEDIES, Shardable, read_source
 from lockstep.data.steps import Batches, Step, StepKey, Steps
-from lockstep.errors import CheckpointMismatch, LockstepError
-from lockstep.job import flight
+from lockstep.errors import LockstepError
+from lockstep.job import flight, notes
 from lockstep.job.page import Phase
 from lockstep.step import streams
 from lockstep.step.share import BatchShare
@@ -75,6 +78,7 @@ def shard(
     to_device: bool = True,
     slices: int | Literal["auto"] | Slices | None = None,
     shares: Sequence[float] | None = None,
+    costs: Iterable[float] | Callable[[int], float] | Literal["sampler"] | None = None,
 ) -> ShardedLoader:
     """**Collective.** Return a loader that gives this rank its share of each batch of ``loader``.
 
@@ -92,6 +96,10 @@ def shard(
     Samplers: ``shuffle=True`` and no shuffling are ordered by lockstep. With any other sampler rank 0 draws the order
     at the beginning of each epoch, with its generator seeded from (seed, epoch), and all ranks get that order;
     beginning a pass is then **Collective**. So is the first batch of a stream.
+
+    Batch samplers: one of your own (buckets of lengths, a number of tokens, some of each class) draws the *global*
+    batches, of whatever size, and each is cut into shares. Rank 0 alone asks it, for some hundred batches at a time,
+    so that asking for a batch is **Collective** now and then: Note [Drawn batches] in ``data/batches.py``.
 
     Args:
         loader: the DataLoader to share among the ranks.
@@ -112,14 +120,20 @@ def shard(
             ``[2, 1]`` for a rank that is twice as fast as the other. Contiguous and in order of rank as ever, each less
             than one sample from its exact part, and means are exact as ever. With slices, give it to them:
             ``slices=lockstep.Slices(8, shares=[2, 1])``.
+        costs: what samples cost (the lengths of texts), so that the parts of a global batch cost the same, instead of
+            having the same number of samples. The batch stays what it is and means are exact, but parts are not
+            contiguous: Note [Parts of equal cost] in ``data/costs.py``. A number of 0 or more for each sample of the
+            dataset, in any unit; a function from an index to it, which is asked on rank 0; or ``"sampler"``: each batch
+            of the batch sampler is then a pair of its indices and their costs. With ``shares`` the costs are in their
+            proportion; with ``slices`` each slice costs the same, on any number of ranks.
 
     Raises:
         LockstepError: ``lockstep.init()`` has not been called.
-        TypeError: ``loader`` is not a DataLoader, or its dataset has no length.
+        TypeError: ``loader`` is not a DataLoader, or its dataset has no length; ``costs`` are not numbers.
         ValueError: the batch is smaller than the world; ``shares`` has not one positive number for each rank, or leaves
-            one without a sample; the DataLoader has a batch sampler (other than torch's plain ``BatchSampler``, whose
-            sampler and batch size are taken), a DistributedSampler, no batching, or in_order=False; or the ranks
-            differ in batch size, seed, or contents of their datasets: Note [What ranks compare] in
+            one without a sample; ``costs`` has not one number of 0 or more for each sample, or the dataset is a stream;
+            the DataLoader has a sampler that splits the data by rank, no batching, or in_order=False; or the ranks
+            differ in batch size, seed, costs, or contents of their datasets: Note [What ranks compare] in
             ``data/contents.py``. On every rank.
         LockstepError: the dataset or the DataLoader failed on another rank while it was inspected.
     """
@@ -142,7 +156,7 @@ def shard(
             seed=seed,
             slices=count,
             shares=shares,
-        )
+        ).with_costs(costs)
         if options is not None:
             options.refuse_unfit(source)
         return source, options
@@ -236,10 +250,12 @@ class ShardedLoader:
         #: Hooks to call after an epoch's last batch; see register_end_of_pass_hook.
         self._end_hooks: dict[int, Callable[[], object]] = OrderedDict()
         self._keys = Keys()
-        #: The order of the epoch under way, and True if its batches must be requested anew.
-        self._order_now: torch.Tensor | None = None
+        #: The global batches of the epoch under way, and True if they must be requested anew.
+        self._now: EpochBatches | None = None
         self._is_recut = False
         self._last_pass = LastPass()
+        by = ByNumber if source.costs is None else ByCost
+        self._division: Division = by(world.world_size, source.shares)
         if options is not None:
             options.switch_on()
         # The workers' base seed is drawn from here and not from the global generator, which a resumed run would then
@@ -254,6 +270,10 @@ class ShardedLoader:
             seeded=seeded,
             sliced=self._slicing,
         )
+        #: The epochs; None: those of a stream, which is read as it comes.
+        self._epochs = (
+            None if source.order == "stream" else Epochs(source, world, loader=self._number, inner=self._inner)
+        )
         #: True if a batch may have fewer samples than this rank's share: torch's own collate_fn drops none.
         self._may_drop = source.loader.collate_fn is not default_collate
         self._say_who_is_left_out()
@@ -267,7 +287,8 @@ class ShardedLoader:
 
     @property
     def sampler(self) -> Any:
-        """The DataLoader's sampler; lockstep orders the samples itself if it is torch's random or sequential one.
+        """The DataLoader's sampler, or its own batch sampler; lockstep orders the samples itself if it is torch's
+        random or sequential one.
 
         If it has no ``set_epoch``, one is added that only warns.
         """
@@ -275,13 +296,24 @@ class ShardedLoader:
         return sampler if hasattr(sampler, "set_epoch") else OrderedHere(sampler, self.set_epoch)
 
     @property
+    def batch_sampler(self) -> Any:
+        """The DataLoader's own batch sampler, which rank 0 asks for the global batches; an attribute only where it has
+        one.
+
+        If it has no ``set_epoch``, one is added that only warns.
+        """
+        if self._source.order != "batches":
+            raise AttributeError("batch_sampler")  # __getattr__ says why
+        return self.sampler
+
+    @property
     def collate_fn(self) -> Any:
         """The DataLoader's collate_fn."""
         return self._source.loader.collate_fn
 
     @property
-    def batch_size(self) -> int:
-        """The number of samples of a global batch: of all ranks together."""
+    def batch_size(self) -> int | None:
+        """The number of samples of a global batch: of all ranks together. None: a batch sampler decides it for each."""
         return self._source.batch_size
 
     @property
@@ -312,11 +344,21 @@ class ShardedLoader:
         raise AttributeError(f"a loader from lockstep.shard has no {name!r}{hint}", name=name, obj=self)
 
     def __len__(self) -> int:
-        """Return the number of batches of a full epoch, the same on all ranks; an estimate if a stream has a length."""
+        """Return the number of batches of a full epoch, the same on all ranks; an estimate if a stream has a length,
+        and with a batch sampler what that of rank 0 says."""
+        return self._count_batches(start=0)
+
+    def _count_batches(self, *, start: int) -> int:
+        """Return the number of batches from sample ``start`` to the end of an epoch."""
+        if self.batch_size is None:
+            length = None if self._epochs is None else self._epochs.length
+            if length is None:
+                raise TypeError(f"the batch sampler {type(self._source.sampler).__name__} has no length")
+            return length
         length = self._source.length
         if length is None:
             raise TypeError(f"a stream of {type(self.dataset).__name__} has no length")
-        return batch_count(length, batch_size=self.batch_size, drop_last=self.drop_last)
+        return batch_count(length, batch_size=self.batch_size, drop_last=self.drop_last, start=start)
 
     # Where it stands.
 
@@ -332,19 +374,19 @@ class ShardedLoader:
 
     @property
     def batches_left(self) -> int:
-        """The number of batches left in the pass under way, or in the next one."""
-        length = self._source.length
-        if length is None:
-            raise TypeError(f"a stream of {type(self.dataset).__name__} has no length")
-        done = self._cursor.samples
-        return batch_count(length, batch_size=self.batch_size, drop_last=self.drop_last, start=done)
+        """The number of batches left in the pass under way, or in the next one; with a batch sampler, by what it says
+        until all of them are drawn."""
+        if self.batch_size is not None:
+            return self._count_batches(start=self._cursor.samples)
+        drawn = None if self._epochs is None or not self._cursor.in_epoch else self._epochs.count
+        return max(0, (self._count_batches(start=0) if drawn is None else drawn) - self._cursor.batches)
 
     @property
     def ranks_left_out(self) -> int:
-        """The number of ranks with a batch of zero samples at the end of each epoch; 0 if the length is unknown."""
-        last = (self._source.length or 0) % self.batch_size
-        if self._slicing is not None:  # a rank may have no slices in any batch
+        """The number of ranks with a batch of zero samples at the end of each epoch; 0 if that is not known."""
+        if self._slicing is not None or self.batch_size is None:  # a rank may have no slices in any batch
             return 0
+        last = (self._source.length or 0) % self.batch_size
         if not last or self.drop_last:
             return 0
         ranks, shares = self._world.world_size, self._source.shares
@@ -386,7 +428,9 @@ class ShardedLoader:
         self.seed = saved.seed
         self._cursor = saved.cursor
         self._resuming = saved.cursor.in_epoch
-        self._drawn = saved.drawn
+        self._drawn, self._now = saved.drawn, None
+        if self._epochs is not None:
+            self._epochs.load(saved.sampler)
         self._pass = None
 
     def register_step_boundary_hook(self, hook: Callable[[], object]) -> RemovableHandle:
@@ -424,9 +468,11 @@ class ShardedLoader:
             batch_size=self.batch_size,
             drop_last=self.drop_last,
             num_workers=self.num_workers if self._source.order == "stream" else None,
-            drawn=self._drawn if self._cursor.in_epoch else None,
+            drawn=(self._drawn if self._now is None else self._now.drawn) if self._cursor.in_epoch else None,
             slices=self.slices,
             threads=None if self._options is None else self._options.threads,
+            costs=None if self._slicing is None or self._source.costs is None else self._source.costs.fact,
+            sampler=None if self._epochs is None else self._epochs.sampler_state(in_epoch=self._cursor.in_epoch),
         )
 
     def _take_slices(self, saved: LoaderState) -> None:
@@ -441,7 +487,10 @@ class ShardedLoader:
     # A pass.
 
     def __repr__(self) -> str:
-        return f"<sharded loader of {type(self.dataset).__name__}, batch_size={self.batch_size}>"
+        batches = f"batch_size={self.batch_size}"
+        if self.batch_size is None:
+            batches = f"in batches of {type(self._source.sampler).__name__}"
+        return f"<sharded loader of {type(self.dataset).__name__}, {batches}>"
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass over the next epoch or the rest of a loaded one; :func:`shard` says when all ranks must.
@@ -487,7 +536,8 @@ class ShardedLoader:
 
     def _hand_out(self, fetched: Fetched) -> Iterator[Any]:
         """Yield one batch, which is in hand meanwhile."""
-        world, share = self._world, BatchShare(fetched.samples, fetched.global_samples, self._source.shares or ())
+        world, proportions = self._world, tuple(fetched.sizes) or self._source.shares or ()
+        share = BatchShare(fetched.samples, fetched.global_samples, proportions)
         world._in_hand.hand_out(self, share, (self._number, self._cursor.epoch, self._cursor.batches))
         self._advance(fetched)
         flight.current.batch += fetched.samples
@@ -500,13 +550,9 @@ class ShardedLoader:
         assert slicing is not None  # _begin_steps is only called with slices
         cursor = self._cursor
         key = StepKey(self.seed, cursor.epoch, cursor.batches)
-        cut = Cut(
-            sizes_in(slicing.cut(fetched.global_samples)),
-            slicing.runs_at(cursor.batches),
-            slicing.smallest(self._source.length, drop_last=self.drop_last),
-        )
+        cut = Cut(fetched.sizes, slicing.runs_at(cursor.batches), self._smallest_slice(fetched))
         chooses = self._options is not None and self._options.chooses
-        recut = partial(self._recut, cursor.samples, cursor.samples + fetched.global_samples) if chooses else None
+        recut = partial(self._recut, cursor.batches) if chooses else None
         batches = [*zip(fetched.numbers, fetched.batch, strict=True)]
         step = Step(self, self._world, key=key, cut=cut, batches=batches, recut=recut, measures=slicing.balances)
         self._world._in_hand.hand_out(self, cut.share_of(self._world.rank))
@@ -520,32 +566,42 @@ class ShardedLoader:
             )
         slicing.note(key.batch, step.seconds, [end - first for first, end in slicing.runs_at(key.batch)])
 
-    def _recut(self, begin: int, end: int) -> tuple[Cut, Batches]:
-        """**Collective** in that all ranks do so. Cut the batch at these positions, and all later ones, into twice as
-        many slices."""
-        slicing, dataset, order = self._slicing, self._inner.dataset, self._order_now
-        # A stream has neither a FetchingDataset nor an order, and is not cut again; see SliceOptions.
+    def _smallest_slice(self, fetched: Fetched) -> int:
+        """Return the fewest samples that a slice of the epoch has, as far as it is known."""
+        slicing = self._slicing
+        assert slicing is not None  # asked where a step is handed out
+        if self.batch_size is None or self._source.costs is not None:
+            return min(filter(None, fetched.sizes))
+        return slicing.smallest(self._source.length, drop_last=self.drop_last)
+
+    def _recut(self, number: int) -> tuple[Cut, Batches]:
+        """**Collective** in that all ranks do so. Cut batch ``number`` and all later ones into twice as many slices."""
+        slicing, dataset, now = self._slicing, self._inner.dataset, self._now
+        # A stream has neither a FetchingDataset nor batches with numbers, and is not cut again; see SliceOptions.
         assert slicing is not None
         assert isinstance(dataset, FetchingDataset)
-        assert order is not None
-        largest = max(sizes_in(slicing.cut(end - begin)))
-        while max(sizes_in(slicing.cut(end - begin))) == largest > 1:  # otherwise the step would only fail again
+        assert now is not None
+        batch: GlobalBatch = now.batch(number)
+        count = len(batch.indices)
+        largest = max(sizes_in(slicing.cut(count)))
+        while max(sizes_in(slicing.cut(count))) == largest > 1:  # otherwise the step would only fail again
             slicing.double()
         self._is_recut = True
-        runs = slicing.runs_at(self._cursor.batches)
-        run, epoch_key = runs[self._world.rank], mix(self.seed, self._cursor.epoch)
-        bounds = slicing.cut(end - begin)
-        fetched = dataset[step_key(order, begin, end, bounds=bounds, run=run, epoch_key=epoch_key)]
+        runs, epoch_key = slicing.runs_at(number), mix(self.seed, self._cursor.epoch)
+        key = step_key(batch, self._division, rank=self._world.rank, runs=runs, epoch_key=epoch_key, sliced=slicing)
+        fetched = dataset[key]
         if self._device is not None:
             fetched = fetched._replace(batch=to_device(fetched.batch, self._device))
-        return Cut(sizes_in(bounds), runs, 1), [*zip(fetched.numbers, fetched.batch, strict=True)]
+        return Cut(fetched.sizes, runs, 1), [*zip(fetched.numbers, fetched.batch, strict=True)]
 
     def _batches(self) -> Iterator[Fetched]:
         """Yield the rest of the epoch's batches, requested anew after they are cut into other slices."""
         draws_here = self._slicing is not None and not self._seeded and not self.num_workers
+        if self._epochs is not None:
+            self._now = self._epochs.begin(self._cursor, seed=self.seed, drawn=self._drawn)
         while True:
             self._is_recut = False
-            ahead = iter(naming_dead_workers(self._fetch()) if self.num_workers else self._fetch())
+            ahead = self._fetch()
             while not self._is_recut:
                 # (A dataset that draws unseeded must not advance the common generators by this rank's fetches.)
                 with preserved_generators() if draws_here else nullcontext():
@@ -582,6 +638,13 @@ class ShardedLoader:
             if self._pass is mine or self._pass is None:  # otherwise a newer pass has the batch in hand
                 rank_stream.finish(self)
                 world._in_hand.take_back(self)
+            self._tell_balance()
+
+    def _tell_balance(self) -> None:
+        """Leave a note on rank 0 of what parts of equal cost have won since the last one."""
+        balance = self._division.balance
+        if balance is not None and balance.batches and self._world.is_main:
+            notes.tell(notes.COSTS, **balance.take())
 
     def _ask(self, rank_stream: streams.RandomStreams) -> None:
         """Mark the moment at which the loop asks for a batch."""
@@ -594,7 +657,7 @@ class ShardedLoader:
             self._cursor = Cursor(self._cursor.epoch + 1)
         if not self._resuming:
             self._drawn = None
-        self._resuming = False
+        self._resuming, self._now = False, None
         if self._slicing is not None:
             self._slicing.begin_epoch()
         self._cursor = replace(self._cursor, in_epoch=True)
@@ -626,7 +689,7 @@ class ShardedLoader:
             self._pass = None
             self._cursor = Cursor(self._cursor.epoch + 1)
 
-    def _fetch(self) -> Iterable[Fetched]:
+    def _fetch(self) -> Iterator[Fetched]:
         """Return this rank's share of the batches from the cursor to the end of its epoch."""
         epoch_key = mix(self.seed, self._cursor.epoch)
         self._generator.manual_seed(mix(epoch_key, self._world.rank))
@@ -635,47 +698,19 @@ class ShardedLoader:
             stream.begin(epoch_key)
             batches: Iterable[Fetched] = self._compared(self._inner, skip=self._cursor.batches)
         else:
-            order = self._order_now = self._order()
-            if self._slicing is None:
-                self._keys.keys = share_keys(
-                    order,
-                    self._source,
-                    start=self._cursor.samples,
-                    rank=self._world.rank,
-                    world_size=self._world.world_size,
-                    epoch_key=epoch_key,
-                )
-            else:
-                self._keys.keys = step_keys(
-                    order,
-                    self._source,
-                    cursor=self._cursor,
-                    rank=self._world.rank,
-                    epoch_key=epoch_key,
-                    sliced=self._slicing,
-                )
+            assert self._now is not None  # begun with the pass
+            global_batches = self._now.from_number(self._cursor.batches)
+            rank, division, sliced = self._world.rank, self._division, self._slicing
+            self._keys.keys = (
+                share_keys(global_batches, division, rank=rank, epoch_key=epoch_key)
+                if sliced is None
+                else step_keys(global_batches, division, rank=rank, epoch_key=epoch_key, sliced=sliced)
+            )
             batches = self._inner
-        return batches if self._device is None else on_device(batches, self._device)
-
-    def _order(self) -> torch.Tensor:
-        """Return the order of the cursor's epoch."""
-        source, epoch = self._source, self._cursor.epoch
-        if source.order == "sampler":
-            order = draw_order(source.sampler, self._world, seed=self.seed, epoch=epoch)
-            drawn = digest_of(order)
-            if self._drawn is not None and drawn != self._drawn:
-                raise CheckpointMismatch(
-                    f"rank {self._world.rank}: the sampler {type(source.sampler).__name__} drew another order "
-                    f"for epoch {epoch} than before it was interrupted, so the {self._cursor.samples} samples already "
-                    "used are not known: let it draw from its `generator` or from torch's, Python's or NumPy's global "
-                    "generators, which are seeded for each epoch"
-                )
-            self._drawn = drawn
-            return order
-        length = source.length or 0
-        if source.order == "shuffled":
-            return epoch_order(length, seed=self.seed, epoch=epoch)
-        return torch.arange(length)
+        if self._device is not None:
+            batches = on_device(batches, self._device)
+        fetched = iter(naming_dead_workers(batches) if self.num_workers else batches)
+        return fetched if self._now is None else self._now.beside(fetched, self._cursor.batches)
 
     def _compared(self, fetched: Iterable[Fetched], skip: int) -> Iterator[Fetched]:
         """Yield a stream without its first ``skip`` batches, after the ranks have compared its first global batch."""
@@ -711,7 +746,7 @@ class ShardedLoader:
         )
 
     def _say_who_is_left_out(self) -> None:
-        if self._world.is_main and self.ranks_left_out:
+        if self._world.is_main and self.batch_size and self.ranks_left_out:
             _log.info(
                 "the last of %d global batches has %d samples for %d ranks: a batch of zero samples, which counts with "
                 "weight 0, goes to %s",

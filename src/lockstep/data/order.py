@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, islice
@@ -24,7 +24,7 @@ from lockstep.comm.exchange import group_device
 from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import together
 from lockstep.comm.world import World
-from lockstep.data.seeding import preserved_generators, seed_generators
+from lockstep.data.seeding import SamplerNumbers
 from lockstep.errors import LockstepError, named
 
 _MASK = 2**64 - 1
@@ -135,19 +135,12 @@ def batch_count(length: int, *, batch_size: int, drop_last: bool, start: int = 0
     return left // batch_size if drop_last else -(-left // batch_size)
 
 
-def global_batches(length: int, *, batch_size: int, drop_last: bool, start: int = 0) -> Iterator[tuple[int, int]]:
-    """Return the first and the past-the-end position of each global batch, from sample ``start`` on."""
-    for number in range(batch_count(length, batch_size=batch_size, drop_last=drop_last, start=start)):
-        begin = start + number * batch_size
-        yield begin, min(begin + batch_size, length)
-
-
 def draw_order(sampler: Any, world: World, *, seed: int, epoch: int) -> torch.Tensor:
     """**Collective.** Return the indices that ``sampler`` gives on rank 0, on every rank: int64, as many as its length.
 
     A weighted or custom sampler draws at random, so the ranks' own samplers could disagree. Rank 0 draws with
-    the generators (the global ones, and the sampler's ``generator`` if it has one) seeded from (seed, epoch), so that
-    an interrupted epoch is drawn the same again. A ``set_epoch`` of the sampler is called first.
+    the generators seeded from (seed, epoch), so that an interrupted epoch is drawn the same again: Note [Random numbers
+    of a sampler] in ``data/seeding.py``. A ``set_epoch`` of the sampler is called first.
 
     Raises:
         LockstepError: the sampler failed, or gave anything but whole numbers; on every rank.
@@ -178,17 +171,24 @@ def digest_of(order: torch.Tensor) -> str:
 
 
 def _draw(sampler: Any, *, seed: int, epoch: int) -> torch.Tensor:
-    drawing_seed = mix(seed, epoch)
-    if hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
-    if isinstance(getattr(sampler, "generator", None), torch.Generator):
-        sampler.generator.manual_seed(drawing_seed)
-    length = len(sampler)
-    with preserved_generators():
-        seed_generators(drawing_seed)
+    numbers = SamplerNumbers(sampler, mix(seed, epoch))
+    with numbers.drawing():
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        length = len(sampler)
         indices = list(islice(sampler, length))  # a sampler may be endless; its length defines the epoch
     if len(indices) < length:
         raise ValueError(f"its length is {length}, but it yielded {len(indices)} samples")
+    return as_indices(indices)
+
+
+def as_indices(given: Iterable[Any]) -> torch.Tensor:
+    """Return the indices that a sampler gave, checked: int64 of shape (number,).
+
+    Raises:
+        TypeError: one is not a whole number.
+    """
+    indices = list(given)
     for index in indices:
         if isinstance(index, bool) or not hasattr(index, "__index__"):
             raise TypeError(f"it gave {index!r}; lockstep.shard needs whole numbers as indices")

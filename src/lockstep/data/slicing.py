@@ -130,7 +130,9 @@ class SliceOptions:
         """Return the slices of ``source``."""
         workers = source.loader.num_workers
         ahead = 2 + workers * (source.loader.prefetch_factor or 0)
-        return Slicing(self.slices, shares=self.shares, ahead=ahead, balance=self.balance, batch_size=source.batch_size)
+        return Slicing(
+            self.slices, shares=self.shares, ahead=ahead, balance=self.balance, batch_size=source.batch_size or 0
+        )
 
 
 class Slicing:
@@ -158,7 +160,8 @@ class Slicing:
         return cut_in_slices(count, self.slices, least=max(1, min(2, self._batch_size // self.slices)))
 
     def smallest(self, length: int | None, *, drop_last: bool) -> int:
-        """Return the size of the smallest non-empty slice in an epoch; without a length, in a full batch.
+        """Return the size of the smallest non-empty slice in an epoch of batches of one size; without a length, in a
+        full batch.
 
         Args:
             length: the number of samples of the epoch.

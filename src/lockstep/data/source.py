@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -16,13 +16,16 @@ from torch.utils.data import (
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from lockstep.data.contents import contents_of
+from lockstep.data.costs import SampleCosts, read_costs
 from lockstep.data.order import read_shares, share_bounds
 from lockstep.data.split import Split
+from lockstep.data.seeding import parts_of_sampler
 
 #: Fact that differs between ranks -> the remedy; "" for all facts about the dataset's contents.
 REMEDIES = {
     **dict.fromkeys(("the kind of order", "the batch size", "drop_last", "the seed", "num_workers"), ""),
     **dict.fromkeys(("slices", "shares", "balance", "threads"), ""),
+    "costs": ": each rank would divide the batches in its own way. Make the costs alike on every rank",
     "": (
         ". The ranks hold different data of the same kind, so that some samples would be trained on twice and others "
         "never. If it was split or shuffled at random, use the same seed on every rank: random_split(…, "
@@ -32,8 +35,9 @@ REMEDIES = {
     ),
 }
 
-#: The source of an epoch's order: lockstep, shuffled or not; the user's sampler on rank 0; or the stream itself.
-Order = Literal["shuffled", "sequential", "sampler", "stream"]
+#: The source of an epoch's order: lockstep, shuffled or not; the user's sampler on rank 0; the user's batch sampler
+#: there, which draws whole batches; or the stream itself.
+Order = Literal["shuffled", "sequential", "sampler", "batches", "stream"]
 
 
 @dataclass(frozen=True)
@@ -42,27 +46,39 @@ class Shardable:
 
     loader: DataLoader[Any]
     order: Order
-    #: The number of samples of a global batch.
-    batch_size: int
+    #: The number of samples of a global batch; None: a batch sampler decides it for each.
+    batch_size: int | None
     seed: int
     #: Each rank's proportion of each global batch; None: all are equal.
     shares: tuple[float, ...] | None = None
+    #: What samples cost, if the parts of a batch are to cost the same.
+    costs: SampleCosts | None = None
+
+    def with_costs(self, costs: object) -> Shardable:
+        """Return the same with the costs that a user gave.
+
+        Raises:
+            TypeError, ValueError: they are no costs, or not for this loader.
+        """
+        is_stream, draws_batches = self.order == "stream", self.order == "batches"
+        known = read_costs(costs, self.loader.dataset, is_stream=is_stream, draws_batches=draws_batches)
+        return replace(self, costs=known)
 
     @property
     def sampler(self) -> Any:
-        """The sampler that orders the samples."""
-        return _settings(self.loader).sampler
+        """The sampler that orders the samples, or draws whole batches."""
+        return self.loader.batch_sampler if self.order == "batches" else _settings(self.loader).sampler
 
     @property
     def drop_last(self) -> bool:
         """True if a last batch of fewer samples is dropped."""
-        return bool(_settings(self.loader).drop_last)
+        return self.order != "batches" and bool(_settings(self.loader).drop_last)
 
     @property
     def length(self) -> int | None:
-        """The number of samples of an epoch, or None for a stream of unknown length."""
+        """The number of samples of an epoch; with a batch sampler, of the dataset. None: it is unknown."""
         counted = self.sampler if self.order == "sampler" else self.loader.dataset
-        if self.order == "stream" and not hasattr(counted, "__len__"):
+        if self.order in ("stream", "batches") and not hasattr(counted, "__len__"):
             return None
         return len(counted)  # type: ignore[arg-type]  # checked by read_source
 
@@ -75,6 +91,7 @@ class Shardable:
             "drop_last": self.drop_last,
             "the seed": self.seed,
             "shares": None if self.shares is None else list(self.shares),
+            "costs": None if self.costs is None else self.costs.fact,
             # A stream is split by its workers, so their number decides which samples make a batch.
             "num_workers": self.loader.num_workers if self.order == "stream" else None,
         }
@@ -112,7 +129,19 @@ def read_source(
         )
     _refuse_what_cannot_be_cut(loader)
     settings = _settings(loader)
-    batch_size = int(settings.batch_size or 0)
+    order = _order(loader)
+    batch_size = None if order == "batches" else int(settings.batch_size or 0)
+    if batch_size is not None:
+        _refuse_small(batch_size, slices=slices, world_size=world_size)
+    given = getattr(settings.sampler, "generator", None) if order == "shuffled" else loader.generator
+    if seed is None:
+        seed = given.initial_seed() if isinstance(given, torch.Generator) else default_seed
+    elif not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed}: expected 0 <= seed < 2**63")
+    return Shardable(loader, order, batch_size, seed, _read_shares(shares, batch_size, world_size))
+
+
+def _refuse_small(batch_size: int, *, slices: int | None, world_size: int) -> None:
     if slices is not None and batch_size < slices:
         raise ValueError(
             f"batch_size={batch_size} with slices={slices}: a global batch has fewer samples than slices; use at most "
@@ -124,13 +153,6 @@ def read_source(
             "a sample: lockstep.shard takes the batch size of all ranks together; use at least "
             f"batch_size={world_size}, or fewer ranks"
         )
-    order = _order(loader)
-    given = getattr(settings.sampler, "generator", None) if order == "shuffled" else loader.generator
-    if seed is None:
-        seed = given.initial_seed() if isinstance(given, torch.Generator) else default_seed
-    elif not 0 <= seed < 2**63:
-        raise ValueError(f"seed={seed}: expected 0 <= seed < 2**63")
-    return Shardable(loader, order, batch_size, seed, _read_shares(shares, batch_size, world_size))
 
 
 def _settings(loader: DataLoader[Any]) -> DataLoader[Any] | BatchSampler:
@@ -142,11 +164,17 @@ def _settings(loader: DataLoader[Any]) -> DataLoader[Any] | BatchSampler:
     return given if loader.batch_size is None and type(given) is BatchSampler else loader
 
 
-def _read_shares(given: object, batch_size: int, world_size: int) -> tuple[float, ...] | None:
+def _draws_batches(loader: DataLoader[Any]) -> bool:
+    """Return whether a batch sampler of the user's own chooses whole batches."""
+    return _settings(loader).batch_size is None and loader.batch_sampler is not None
+
+
+def _read_shares(given: object, batch_size: int | None, world_size: int) -> tuple[float, ...] | None:
     if given is None:
         return None
     shares = read_shares(given, world_size=world_size)
-    for rank in range(world_size):
+    for rank in range(world_size if batch_size is not None else 0):
+        assert batch_size is not None
         start, stop = share_bounds(batch_size, rank=rank, world_size=world_size, shares=shares)
         if start == stop:
             raise ValueError(
@@ -168,25 +196,10 @@ def _refuse_what_cannot_be_cut(loader: DataLoader[Any]) -> None:
             "each part again. Shard a DataLoader over all items, or use this one as it is, without lockstep.shard"
         )
     settings = _settings(loader)
-    if settings.batch_size is None and loader.batch_sampler is not None:
-        raise ValueError(
-            f"this DataLoader has its own batch_sampler ({type(loader.batch_sampler).__name__}), which chooses whole "
-            "batches, and lockstep.shard cuts batches of a given size out of an order of samples: pass batch_size= (of "
-            "all ranks together) with shuffle= or sampler= to the DataLoader (a plain torch.utils.data.BatchSampler, "
-            "which says no more than these, is taken); or keep the batch_sampler, make it rank-aware and use the "
-            "DataLoader without lockstep.shard"
-        )
-    if settings.batch_size is None:
-        raise ValueError(
-            "this DataLoader has batch_size=None (no batching), so there is nothing to divide among the ranks: pass "
-            "batch_size= (of all ranks together)"
-        )
-    if isinstance(settings.sampler, TorchDistributedSampler):
-        raise ValueError(
-            "this DataLoader has a DistributedSampler, which splits the data among the ranks already; lockstep.shard "
-            "would split each part again. Drop the sampler (use shuffle=True) and pass the global batch size, or use "
-            "the DataLoader as it is, without lockstep.shard"
-        )
+    if not _draws_batches(loader):
+        _refuse_unbatched(settings)
+    for sampler in parts_of_sampler(loader.batch_sampler if _draws_batches(loader) else settings.sampler):
+        _refuse_split_by_rank(sampler)
     if not getattr(loader, "in_order", True):
         raise ValueError(
             "this DataLoader has in_order=False: the ranks would hold shares of different global batches; "
@@ -194,7 +207,33 @@ def _refuse_what_cannot_be_cut(loader: DataLoader[Any]) -> None:
         )
 
 
+def _refuse_unbatched(settings: DataLoader[Any] | BatchSampler) -> None:
+    if settings.batch_size is None:
+        raise ValueError(
+            "this DataLoader has batch_size=None (no batching), so there is nothing to divide among the ranks: pass "
+            "batch_size= (of all ranks together)"
+        )
+
+
+def _refuse_split_by_rank(sampler: Any) -> None:
+    if isinstance(sampler, TorchDistributedSampler):
+        raise ValueError(
+            "this DataLoader has a DistributedSampler, which splits the data among the ranks already; lockstep.shard "
+            "would split each part again. Drop the sampler (use shuffle=True) and pass the global batch size, or use "
+            "the DataLoader as it is, without lockstep.shard"
+        )
+    replicas = getattr(sampler, "num_replicas", 1)
+    if isinstance(replicas, int) and replicas > 1:
+        raise ValueError(
+            f"this DataLoader has a {type(sampler).__name__} with num_replicas={replicas}, which splits the data among "
+            "the ranks already; lockstep.shard would split each part again. Make it with num_replicas=1, rank=0, so "
+            "that it draws the batches of all ranks together, or use the DataLoader as it is, without lockstep.shard"
+        )
+
+
 def _order(loader: DataLoader[Any]) -> Order:
+    if _draws_batches(loader):
+        return "batches"
     dataset, sampler = loader.dataset, _settings(loader).sampler
     if isinstance(dataset, IterableDataset):
         return "stream"

@@ -20,9 +20,11 @@ from lockstep.job.files import JobFiles
 #: Kinds of notes: a checkpoint is complete, with its step; a log is written to, with its path; numbers of a name were
 #: infinite or NaN, with the step of the first, and "alone" (1: the line has no other numbers, 0: it has); a rank's log
 #: can't be written any more, with the rank and why; FLOPs were not counted, or not all of them, with why; a step was
-#: left out because its averaged gradients were not finite, with its number and whose gradients it came from.
+#: left out because its averaged gradients were not finite, with its number and whose gradients it came from; global
+#: batches were divided by cost, with their number, and the cost of the dearest rank added up over them: as it was, with
+#: equal numbers of samples, and if they could be divided exactly.
 CHECKPOINT, LOG, NONFINITE, UNWRITTEN, FLOPS = "checkpoint", "log", "nonfinite", "unwritten", "flops"
-LEFT_OUT = "left out"
+LEFT_OUT, COSTS = "left out", "costs"
 
 
 def unwritten(rank: int, why: str) -> str:
@@ -30,7 +32,7 @@ def unwritten(rank: int, why: str) -> str:
     return f"rank {rank}'s log can't be written any more, but the run continues: {why}"
 
 
-def tell(kind: str, **facts: str | int) -> None:
+def tell(kind: str, **facts: str | float) -> None:
     """Leave a note with its time on the monotonic clock, which all processes of a machine share. Without a launcher of
     ours, do nothing."""
     folder = knobs.job_dir()

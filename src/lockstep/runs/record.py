@@ -17,7 +17,7 @@ from lockstep._files import write_whole
 from lockstep.codes import CodedEnum
 from lockstep.job.account import Progress
 from lockstep.job.files import EXIT_SAVED
-from lockstep.job.notes import CHECKPOINT, FLOPS, LEFT_OUT, LOG, NONFINITE, UNWRITTEN, Notes, unwritten
+from lockstep.job.notes import CHECKPOINT, COSTS, FLOPS, LEFT_OUT, LOG, NONFINITE, UNWRITTEN, Notes, unwritten
 from lockstep.job.page import Phase
 from lockstep.job.summary import RunSummary
 from lockstep.runs.homes import reference
@@ -28,6 +28,8 @@ from lockstep.version import __version__
 
 #: The version of run.json.
 VERSION = 1
+#: What is added up of batches in parts of equal cost; see notes.py.
+COST_SUMS = ("batches", "by_number", "by_cost", "exact")
 #: Checkpoints that are noted at most.
 _CHECKPOINTS = 1000
 
@@ -270,6 +272,9 @@ class Recorder:
                 self._about["uncounted"].append(note["why"])
             elif note["is"] == LEFT_OUT:
                 self._add_left_out(note["step"], note["of"])
+            elif note["is"] == COSTS:
+                known = self._about.setdefault("costs", dict.fromkeys(COST_SUMS, 0))
+                known.update((name, known[name] + note[name]) for name in COST_SUMS)
             elif note["is"] == UNWRITTEN:
                 self._tell(unwritten(note["rank"], note["why"]))
         return bool(notes)
@@ -355,12 +360,29 @@ def left_out_in_words(about: Mapping[str, Any]) -> list[str]:
     return [f"{counted(known['steps'], 'step')} left out, since averaged gradients were infinite or NaN: {which}"]
 
 
-def remarks_of(about: Mapping[str, Any]) -> list[str]:
-    """Return what a record knows of what ranks have told: FLOPs that were not counted, steps that were left out, and
-    numbers that were not finite."""
+def costs_in_words(about: Mapping[str, Any]) -> list[str]:
+    """Return a line on what global batches in parts of equal cost have won, if there were such batches."""
+    known = about.get("costs")
+    if known is None or not known["exact"]:
+        return []
+    by_cost, by_number = (known[name] / known["exact"] for name in ("by_cost", "by_number"))
+    change = 1 - by_cost / by_number
+    batches = f"{known['batches']:,} global {'batch' if known['batches'] == 1 else 'batches'}"
     return [
-        *(f"FLOPs {why}" for why in about.get("uncounted", ())), *left_out_in_words(about), *nonfinite_in_words(about)
-    ]  # fmt: skip
+        f"parts of equal cost: in {batches} the dearest rank had {by_cost:.2f} times the mean cost, and would have had "
+        f"{by_number:.2f} times with equal numbers of samples ({abs(change):.0%} {'less' if change >= 0 else 'more'})"
+    ]
+
+
+def remarks_of(about: Mapping[str, Any]) -> list[str]:
+    """Return what a record knows of what ranks have told: FLOPs that were not counted, what parts of equal cost have
+    won, steps that were left out, and numbers that were not finite."""
+    return [
+        *(f"FLOPs {why}" for why in about.get("uncounted", ())),
+        *costs_in_words(about),
+        *left_out_in_words(about),
+        *nonfinite_in_words(about),
+    ]
 
 
 def _environment() -> dict[str, Any]:

@@ -121,6 +121,7 @@ _RECORD = _Object(
         "environment": _Object({}, {"variables": _Named(_TEXT)}),
         "end": _Object({}, dict.fromkeys(("code", "text"), _TEXT)),
         "left_out": _Object({**dict.fromkeys(("steps", "first", "last"), _WHOLE), "of": _TEXT}),
+        "costs": _Object({"batches": _WHOLE, **dict.fromkeys(("by_number", "by_cost", "exact"), _NUMBER)}),
         "nonfinite": _Named(_Object({"first": _WHOLE, "since": _OrNone(_WHOLE)})),
     },
 )

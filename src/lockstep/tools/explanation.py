@@ -199,6 +199,7 @@ class Explanation:
                 for name, each in about.get("nonfinite", {}).items()
             ],
             "left_out": _left_out(about.get("left_out")),
+            "costs": _costs(about.get("costs")),
             "logs": about.get("logs", []),
             "next": self.next(),
             "unknown": self.unknown(),
@@ -323,6 +324,13 @@ def _left_out(noted: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if noted is None:
         return None
     return {"steps": noted["steps"], "first_step": noted["first"], "last_step": noted["last"], "of": noted["of"]}
+
+
+def _costs(noted: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if noted is None or not noted["exact"]:
+        return None
+    by_cost, by_number = (noted[name] / noted["exact"] for name in ("by_cost", "by_number"))
+    return {"batches": noted["batches"], "dearest": by_cost, "dearest_by_number": by_number}
 
 
 def _seconds(value: Any) -> float | None:

@@ -37,45 +37,75 @@ def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return accelerator.current(here if here is not None and here in served else served[0])
 
 
+def carrier(kind: str, group: dist.ProcessGroup) -> torch.device:
+    """Return the device on which ``group`` carries tensors of a kind of device ("cpu", "cuda").
+
+    Where the kind has a backend of its own, the current device of that kind: nothing is copied to the host then, and no
+    host waits for its device. Elsewhere that of :func:`group_device`.
+    """
+    if kind != "cpu" and kind in _torch.device_types(group):
+        own = accelerator.current(kind)
+        carried = group_device(group)
+        if carried == own or _torch.backend_for(group, own) is not _torch.backend_for(group, carried):
+            return own
+    return group_device(group)
+
+
 def all_gather_tensors(
-    tensor: torch.Tensor | None, group: dist.ProcessGroup | None = None
+    tensor: torch.Tensor | None, group: dist.ProcessGroup, *, device: torch.device | None = None
 ) -> list[torch.Tensor | None]:
     """**Collective.** Return every rank's ``tensor``, in order of rank, on a device that ``group`` can carry.
 
     Args:
         tensor: dense, of any shape, dtype and device; another one on each rank, or None.
-        group: the process group; the default group if None.
+        group: the process group.
+        device: the device, of the same kind on every rank; that of :func:`group_device` if None.
 
     Raises:
         CollectiveTimeout, PeerLost: another rank is late or gone.
     """
-    device = group_device(group)
+    device = group_device(group) if device is None else device
     mine = None if tensor is None else tensor.detach().to(device).contiguous()
     kinds = [_TensorSpec.loads(record) for record in all_gather_records(_TensorSpec.dumps(mine), group)]
     padded = torch.zeros(max(0 if kind is None else kind.nbytes for kind in kinds), dtype=torch.uint8, device=device)
     if mine is not None:
         padded[: mine.nbytes] = mine.reshape(-1).view(torch.uint8)
-    rows = [torch.empty_like(padded) for _ in kinds]
-    if len(padded):
-        _wait(lambda: dist.all_gather(rows, padded, group=group), "exchanging tensors with the other ranks", group)
+    rows = _all_gather_rows(padded, len(kinds), group) if len(padded) else [padded] * len(kinds)
     return [
         None if kind is None else row[: kind.nbytes].clone().view(kind.dtype).reshape(kind.shape)
         for kind, row in zip(kinds, rows, strict=True)
     ]
 
 
-def broadcast_tensor(tensor: torch.Tensor | None, source: int, group: dist.ProcessGroup) -> torch.Tensor:
+def _all_gather_rows(row: torch.Tensor, world_size: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """**Collective.** Return every rank's ``row``: 1-D and of one size everywhere."""
+    if row.device.type == "cpu":
+        rows = [torch.empty_like(row) for _ in range(world_size)]
+        _wait(lambda: dist.all_gather(rows, row, group=group), "exchanging tensors with the other ranks", group)
+        return rows
+    # Backends of accelerators gather into one tensor, and would copy each rank's part out of it into a list.
+    table = row.new_empty(world_size * len(row))
+    _wait(
+        lambda: dist.all_gather_into_tensor(table, row, group=group), "exchanging tensors with the other ranks", group
+    )
+    return list(table.split(len(row)))
+
+
+def broadcast_tensor(
+    tensor: torch.Tensor | None, source: int, group: dist.ProcessGroup, *, device: torch.device | None = None
+) -> torch.Tensor:
     """**Collective.** Return the tensor of rank ``source``, on a device that ``group`` can carry; a new one.
 
     Args:
         tensor: as for :func:`all_gather_tensors`; None on all ranks but ``source``.
         source: a rank of ``group``.
         group: the process group.
+        device: as for :func:`all_gather_tensors`.
 
     Raises:
         CollectiveTimeout, PeerLost: another rank is late or gone.
     """
-    device = group_device(group)
+    device = group_device(group) if device is None else device
     mine = None if tensor is None else tensor.detach().to(device).contiguous()
     kind = _TensorSpec.loads(all_gather_records(_TensorSpec.dumps(mine), group)[source])
     assert kind is not None  # rank ``source`` has it

@@ -167,12 +167,6 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def wait_for_stream(device: torch.device) -> None:
-    """Wait for what is queued in the current stream of ``device``; on the CPU there is nothing to wait for."""
-    if device.type != "cpu":
-        current_stream(device).synchronize()
-
-
 def has_times(device: torch.device) -> bool:
     """Return whether events of ``device`` tell how long work took. Waits for the device: ask once, before training."""
     if device.type == "cpu":

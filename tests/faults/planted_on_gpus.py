@@ -30,8 +30,8 @@ GPU_FAULTS = [
     ),
     Fault(
         "a save in the background writes what is not copied yet",
-        "checkpoint/background.py",
-        "        accelerator.wait_for_stream(self._world.device)\n",
+        "checkpoint/plan.py",
+        "            for event in one.ready:\n                event.synchronize()\n",
         "",
         (_TRAINING, "-k", "save_beside"),
     ),

@@ -235,7 +235,7 @@ class Reducer:
             number=self._begun,
         )
         if sync:
-            backward.leave_to_holders()
+            backward.prepare()
         self.backward = backward
 
     def require_sync(self) -> None:
@@ -245,7 +245,7 @@ class Reducer:
             backward.factor *= self._weigh_item()
             self._begun += 1
             backward.sync, backward.number = True, self._begun
-            backward.leave_to_holders()
+            backward.prepare()
 
     def ready_hook(self, position: int) -> Callable[[object], None]:
         """Return the hook to call when parameter ``position`` has got a gradient; its argument is ignored.
@@ -399,7 +399,7 @@ class Reducer:
 
     def bucket_bytes(self) -> list[int]:
         """Return the bytes of gradients in each bucket, in order of reduction."""
-        return [bucket.values.numel() * bucket.values.element_size() for bucket in self._all.buckets]
+        return [bucket.numel * bucket.values.element_size() for bucket in self._all.buckets]
 
     def hook_name(self) -> str:
         """Return the name of the comm hook, empty without one."""

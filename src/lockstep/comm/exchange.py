@@ -70,25 +70,28 @@ def all_gather_tensors(
     padded = torch.zeros(max(0 if kind is None else kind.nbytes for kind in kinds), dtype=torch.uint8, device=device)
     if mine is not None:
         padded[: mine.nbytes] = mine.reshape(-1).view(torch.uint8)
-    rows = _all_gather_rows(padded, len(kinds), group) if len(padded) else [padded] * len(kinds)
+    rows = padded.new_empty(len(kinds), len(padded))
+    if len(padded):
+        gather: Callable[[], object] = lambda: issue_gather(rows, padded, group).wait()  # noqa: E731
+        _wait(gather, "exchanging tensors with the other ranks", group)
     return [
         None if kind is None else row[: kind.nbytes].clone().view(kind.dtype).reshape(kind.shape)
         for kind, row in zip(kinds, rows, strict=True)
     ]
 
 
-def _all_gather_rows(row: torch.Tensor, world_size: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """**Collective.** Return every rank's ``row``: 1-D and of one size everywhere."""
-    if row.device.type == "cpu":
-        rows = [torch.empty_like(row) for _ in range(world_size)]
-        _wait(lambda: dist.all_gather(rows, row, group=group), "exchanging tensors with the other ranks", group)
-        return rows
+def issue_gather(rows: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
+    """**Collective.** Begin to gather every rank's ``own`` into its row of ``rows``; return the work to wait for.
+
+    Args:
+        rows: [world size, *size of ``own``], contiguous.
+        own: of any shape, the same on every rank; it must stay until the work is done.
+        group: the process group; the default group if None.
+    """
+    if own.is_cpu:
+        return dist.all_gather([*rows.unbind(0)], own, group=group, async_op=True)
     # Backends of accelerators gather into one tensor, and would copy each rank's part out of it into a list.
-    table = row.new_empty(world_size * len(row))
-    _wait(
-        lambda: dist.all_gather_into_tensor(table, row, group=group), "exchanging tensors with the other ranks", group
-    )
-    return list(table.split(len(row)))
+    return dist.all_gather_into_tensor(rows, own, group=group, async_op=True)
 
 
 def broadcast_tensor(

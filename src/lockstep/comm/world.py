@@ -443,7 +443,8 @@ class World:
 
     def _carrier(self, places: Collection[str]) -> torch.device:
         """Return the device on which tensors travel that lie on these kinds of device; the same kind on every rank."""
-        return carrier(*places, self.group) if len(places) == 1 else group_device(self.group)
+        first, *others = places
+        return group_device(self.group) if others else carrier(first, self.group)
 
     def _shared(self, value: Any, what: str, sources: Container[int]) -> list[Any]:
         """**Collective.** Return kind and value of what each of ``sources`` shares; raise on all ranks if one can't.

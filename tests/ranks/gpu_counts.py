@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from tests.device import simulation
@@ -158,6 +159,29 @@ def waits(feature: str) -> list[int]:
         optimizer.zero_grad()
         found.append(counting.so_far().waits)
     return found[3:]
+
+
+def waits_in_slices() -> list[int]:
+    """Train in slices that move by pace; return how often the host waited from one slice of a step to the next."""
+    world = begin("gpu", None)
+    model = lockstep.replicate(features.net("plain", world.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(
+        torch.randn(64, features.FEATURES, generator=generator), torch.randint(4, (64,), generator=generator)
+    )
+    given = DataLoader(data, batch_size=16, pin_memory=True)
+    found = []
+    for slices in lockstep.shard(given, slices=lockstep.Slices(8, balance=True)).steps():
+        counting = None
+        for inputs, labels in slices:
+            if counting is not None:
+                found.append(counting.so_far().waits)
+            counting = Counting()
+            F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
 
 
 def places(bucket_view: bool) -> tuple[list[int], list[list[float]]]:

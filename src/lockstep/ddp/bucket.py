@@ -335,6 +335,14 @@ class Bucket:
             if as_view:
                 param.grad = self.views[slot]
 
+    def adopt(self, slot: int) -> None:
+        """Move one gradient into the bucket, as it is: autograd adds there what still comes of it."""
+        param, view = self.params[slot], self.views[slot]
+        grad = param.grad
+        if grad is not None and grad is not view and grad.layout == torch.strided and slot not in self._put_aside:
+            view.copy_(grad)
+            param.grad = view
+
     def _pack_one(self, slot: int, grad: Tensor, scale: Tensor | None) -> None:
         if scale is not None:
             torch.mul(grad, scale, out=self.views[slot])

@@ -27,6 +27,10 @@ counted enough events. From then on large gradients are copied into their bucket
 cache, and their memory is free for the next. A portion that arrives for a gradient that was already copied or sent (a
 graph that changed later on) is an error: that was not the whole gradient. ``overlap=False`` issues all at the end.
 
+Where portions may still come, in the first backward and in such buckets, a large gradient moves into its bucket as it
+is, if gradients are views of it: autograd adds the other portions there, and the factor follows when the bucket is
+filled. So the first step needs no more memory than the others.
+
 Note [Accumulated weights]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 A backward's gradients count ``w`` (Note [Exact mean]), and the reducer multiplies by it once, when it fills a bucket.
@@ -138,7 +142,8 @@ class Reducer:
         at_once = any(bucket.sum_up is not None for bucket in buckets)  # see Note [One reduction]
         self._in_portions: set[int] = set() if overlap or at_once else set(range(len(params)))
         self._learned = False
-        self._packs_early = False
+        #: True if large gradients go into their buckets as they come.
+        self._moves = False
         #: Predicts gradients that will not come; the positions of those in the backward under way.
         self._absent, self._absent_now = absent, set[int]()
         self._lock = threading.Lock()
@@ -224,7 +229,7 @@ class Reducer:
 
     def _open(self, *, sync: bool, factor: float, divisor: int | None, kept: dict[int, Tensor], discards: bool) -> None:
         self._begun += sync
-        self._packs_early = sync and self._learned and self._all.sends and factor != 0
+        self._moves = sync and self._all.sends and factor != 0
         backward = Backward(
             self._all,
             sync=sync,
@@ -282,13 +287,11 @@ class Reducer:
             if self.backward is None:
                 self._begin_unannounced()
             append(position)
-            if (
-                self._packs_early
-                and position not in self._in_portions
-                and not torch.is_grad_enabled()
-                and not _has_other_hooks(param)
-            ):
-                bucket.pack_early(slot, self._present().scale(bucket), as_view=self._all.as_view)
+            if self._moves and not torch.is_grad_enabled() and not _has_other_hooks(param):
+                if self._learned and position not in self._in_portions:
+                    bucket.pack_early(slot, self._present().scale(bucket), as_view=self._all.as_view)
+                elif self._all.as_view:
+                    bucket.adopt(slot)
             if len(arrived) >= bucket.expected:
                 self._issue_full_buckets()
 

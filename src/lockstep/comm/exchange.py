@@ -23,6 +23,8 @@ from lockstep.text import which_ranks
 #: Bytes of the first message, which has a record's length and its beginning.
 _FIRST = 1024
 _LENGTH = struct.Struct("<q")
+#: torch 2.13 has renamed it.
+_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
@@ -91,7 +93,7 @@ def issue_gather(rows: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup
     if own.is_cpu:
         return dist.all_gather([*rows.unbind(0)], own, group=group, async_op=True)
     # Backends of accelerators gather into one tensor, and would copy each rank's part out of it into a list.
-    return dist.all_gather_into_tensor(rows, own, group=group, async_op=True)
+    return _all_gather_single(rows, own, group=group, async_op=True)
 
 
 def broadcast_tensor(

@@ -3,8 +3,9 @@
 Note [Chunks]
 ~~~~~~~~~~~~~
 torch's allocator of page-locked memory rounds each piece up to a power of two (9 GB to 16) and keeps what it has given
-out. So a copy lies in chunks whose sizes are powers of two already, and a copy that is larger than the last one adds
-some to those that are there. No block of a file lies in two chunks, so that what is written needs no other copy.
+out. So a copy lies in chunks of such a size, of which the last alone is rounded up, and a copy that is larger than
+those before adds some to those that are there. No block of a file lies in two chunks: what is written needs no other
+copy.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from lockstep.checkpoint.blocks import BLOCK
 
-#: Bytes of a chunk at most: page-locking so many takes a tenth of a second.
+#: Bytes of a chunk at most, a power of two: page-locking so many takes a tenth of a second.
 CHUNK = 256 * 2**20
 
 
@@ -53,7 +54,7 @@ class Chunks:
         """
         while True:
             if self._index == len(self._chunks):
-                size = min(CHUNK, max(BLOCK, 1 << (left.bit_length() - 1)))
+                size = min(CHUNK, left)
                 self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
             room = len(self._chunks[self._index]) - self._used
             length = most if most <= room else room // BLOCK * BLOCK

@@ -171,7 +171,7 @@ def waits_in_slices() -> list[int]:
         torch.randn(64, features.FEATURES, generator=generator), torch.randint(4, (64,), generator=generator)
     )
     given = DataLoader(data, batch_size=16, pin_memory=True)
-    found = []
+    found: list[int] = []
     for slices in lockstep.shard(given, slices=lockstep.Slices(8, balance=True)).steps():
         counting = None
         for inputs, labels in slices:

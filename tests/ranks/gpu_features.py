@@ -204,7 +204,7 @@ def resumed(stop: int | None, folder: str, stress: Stress | None, *, is_saved: b
     return _values(model.parameters())
 
 
-def steps_behind_a_held_stream(feature: str) -> Counts:
+def steps_behind_a_held_stream(feature: str, folder: str) -> Counts:
     """Queue a whole step while the device does nothing; a wait would be an error. Return what was asked of the device.
 
     The step after it may wait for this one, so that a host is never further ahead than a step.
@@ -218,7 +218,7 @@ def steps_behind_a_held_stream(feature: str) -> Counts:
     inputs = torch.randn(8, FEATURES, generator=generator).to(world.device)
     labels = torch.randint(CLASSES, (8,), generator=generator).to(world.device)
 
-    log = lockstep.Log(every=1000) if feature == "log" else None
+    log = lockstep.Log(folder, every=1000) if feature == "log" else None
 
     def one_step() -> None:
         if feature == "weighed":
@@ -250,7 +250,7 @@ def peaks_of_steps(overlap: bool | None) -> tuple[int, list[int]]:
     """Return the bytes of the model's gradients, and what each step needs at most beyond what lies there before."""
     world = begin("gpu", None)
     layers = [nn.Linear(256, 256, device=world.device) for _ in range(8)]
-    model = lockstep.replicate(nn.Sequential(*layers), overlap=overlap)
+    model = lockstep.replicate(nn.Sequential(*layers), overlap=overlap, compare_every=None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     inputs = torch.ones(4, 256, device=world.device)
     peaks = []

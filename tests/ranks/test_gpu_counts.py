@@ -40,7 +40,7 @@ def test_what_has_to_be_read_in_a_step_is_read_at_once(feature: str) -> None:
 def test_slices_whose_pace_is_measured_are_not_waited_for() -> None:
     for found in run_ranks(gpu_counts.waits_in_slices, 2):
         assert len(found) >= 8
-        assert set(found) == {0}
+        assert set(found) == {0, 1}  # in some steps parameters are looked at after each slice
 
 
 def test_gradients_in_buckets_are_aligned_and_their_norm_is_theirs_alone() -> None:

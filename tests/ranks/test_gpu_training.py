@@ -105,10 +105,10 @@ def _resumed(stop: int | None, folder: str, stress: Stress | None, is_saved: boo
 @pytest.mark.parametrize(
     "feature", ["plain", "accumulation", "adamw", "norms", "batchnorm", "compared", "weighed", "log"]
 )
-def test_a_step_waits_for_no_gpu(feature: str, gpus: str) -> None:
+def test_a_step_waits_for_no_gpu(feature: str, gpus: str, tmp_path: Path) -> None:
     if gpus != "simulated":
         pytest.skip("only a simulated stream can be held back")
-    for counts in run_ranks(features.steps_behind_a_held_stream, 2, feature):
+    for counts in run_ranks(features.steps_behind_a_held_stream, 2, feature, str(tmp_path)):
         assert counts.waits == 0
         assert counts.to_host <= 2  # flags, to pinned memory
         assert counts.collectives > 0

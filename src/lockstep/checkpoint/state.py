@@ -37,7 +37,7 @@ from lockstep.checkpoint.read import Contents
 from lockstep.checkpoint.safetensors import USE_DCP, unsavable
 from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
 from lockstep.job import flight
-from lockstep.step import streams
+from lockstep.step import gradient_order, streams
 from lockstep.step.local_training import LocalTraining, local_training_of
 from lockstep.text import counted
 
@@ -133,6 +133,9 @@ class RunState:
             parts["scheduler"] = {"class": type(self.scheduler).__name__, "state": self.scheduler.state_dict()}
         if self.extra:
             parts["extra"] = {name: _state_of(thing) for name, thing in self.extra.items()}
+        orders = gradient_order.orders_in(bare(self.model))
+        if orders:
+            parts["gradients"] = {"orders": orders}
         return parts
 
     def judges(self) -> Callable[[str], bool]:
@@ -245,6 +248,8 @@ class RunState:
             if rank < len(owns):
                 saved = {**saved, "state": owns[rank]["optimizer"]}
             _load_optimizer(self.optimizer, saved)
+        if "gradients" in parts:
+            gradient_order.take_orders(model, parts["gradients"]["orders"])
         if training is not None:
             common = parts.get("local_steps", {})
             if common:

@@ -79,17 +79,20 @@ class ParameterSpec:
         return self.numel * self.element_size
 
 
-def plan_buckets(specs: Sequence[ParameterSpec], *, caps: Sequence[int]) -> list[tuple[int, ...]]:
+def plan_buckets(
+    specs: Sequence[ParameterSpec], *, caps: Sequence[int], order: Sequence[int] | None = None
+) -> list[tuple[int, ...]]:
     """Cut the parameters into buckets, in the order in which the buckets are to be reduced.
 
     Gradients come roughly in the reverse of the order in which parameters were registered, so buckets are filled from
-    the last parameter to the first. Each holds one dtype on one device, and is closed as soon as it holds its cap, so
-    it exceeds the cap by less than its last parameter.
+    the last parameter to the first, unless another order was learned (Note [Order of gradients]). Each holds one dtype
+    on one device, and is closed as soon as it holds its cap, so it exceeds the cap by less than its last parameter.
 
     Args:
         specs: the parameters.
         caps: bytes that the first bucket of each kind may hold (few, so that communication starts early), the second,
             and so on; the last of them is for all that follow.
+        order: indices into ``specs``, each once, in the order in which the gradients come; None: from the last.
 
     Returns:
         Indices into ``specs``, each exactly once. Buckets are ordered by their last member to arrive. The plan depends
@@ -99,7 +102,8 @@ def plan_buckets(specs: Sequence[ParameterSpec], *, caps: Sequence[int]) -> list
     filled: dict[Hashable, int] = {}
     made: dict[Hashable, int] = {}
     closed: list[list[int]] = []
-    for index in reversed(range(len(specs))):
+    order = range(len(specs) - 1, -1, -1) if order is None else order
+    for index in order:
         kind = specs[index].kind
         open_buckets.setdefault(kind, []).append(index)
         filled[kind] = filled.get(kind, 0) + specs[index].nbytes
@@ -107,8 +111,9 @@ def plan_buckets(specs: Sequence[ParameterSpec], *, caps: Sequence[int]) -> list
             closed.append(open_buckets.pop(kind))
             filled[kind], made[kind] = 0, made.get(kind, 0) + 1
     closed.extend(open_buckets.values())
-    # A bucket is complete when its lowest index has arrived.
-    return [tuple(bucket) for bucket in sorted(closed, key=min, reverse=True)]
+    # A bucket, which is filled in this order, is complete when its last member has arrived.
+    place = {index: at for at, index in enumerate(order)}
+    return [tuple(bucket) for bucket in sorted(closed, key=lambda bucket: place[bucket[-1]])]
 
 
 class Bucket:

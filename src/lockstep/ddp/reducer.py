@@ -159,6 +159,11 @@ class Reducer:
         return self._all.step
 
     @property
+    def names(self) -> Sequence[str]:
+        """Return the parameters' names."""
+        return self._all.names
+
+    @property
     def buckets(self) -> Sequence[Bucket]:
         """Return the buckets, in the order in which they are reduced."""
         return self._all.buckets
@@ -392,6 +397,18 @@ class Reducer:
         if old._all.pending:
             self._all.pending = {i for i, param in enumerate(self.params) if param.grad is not None}
         self._weights.take_over(old._weights)
+        if len(self.params) == len(old.params) and all(map(operator.is_, self.params, old.params)):
+            self._take_over_gradients(old)
+
+    @torch.no_grad()
+    def _take_over_gradients(self, old: Reducer) -> None:
+        """Continue with the same parameters in other buckets, to which their gradients move."""
+        self._learned = old._learned
+        for bucket in self._all.buckets:
+            if not old._in_portions.isdisjoint(bucket.positions):
+                self._stays_late(bucket)
+            for slot in range(len(bucket)) if self._all.as_view else ():
+                bucket.adopt(slot)
 
     def free(self) -> None:
         """Make the gradients separate tensors, and let the buckets' memory go."""

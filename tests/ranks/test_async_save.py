@@ -103,7 +103,8 @@ def _many(folder: str) -> tuple[list[str], set[int], int, int, int]:
     lockstep.init()
     gate = Gate()
     model, optimizer, saved = _bench(folder, gate, width=50_000)
-    places, threads = set(), 0
+    places: set[int] = set()
+    threads = 0
     for _ in range(6):
         _step(model, optimizer)
         saved.async_save()

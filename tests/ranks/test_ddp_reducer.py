@@ -245,6 +245,7 @@ def _large_in_portions(weight: float) -> None:
         assert reducer.finish().mistake is None
         own = [12.0 + 2 * rank + 200 * step for rank in range(2)]
         expected = (own[0] * weight + own[1] * (2 - weight)) / 2
+        assert large.grad is not None
         assert large.grad.unique().tolist() == [expected]
 
 

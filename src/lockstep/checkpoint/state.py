@@ -190,6 +190,8 @@ class RunState:
             raise CheckpointMismatch(f"{folder} was saved without extra objects named {', '.join(lacking)}")
         if self.optimizer is not None:
             refuse_other_optimizer(parts["optimizer"], self.optimizer, folder)
+        if "gradients" in parts and not _are_orders(parts["gradients"]):
+            raise CheckpointCorrupt(f"{folder}/gradients.json: not the orders in which gradients came")
         training = self.local_training
         if training is not None and "local_steps" in parts:  # otherwise its rounds begin with the saved model
             refuse_other_optimizer(parts["local_steps"]["outer"], training.outer, folder)
@@ -248,8 +250,7 @@ class RunState:
             if rank < len(owns):
                 saved = {**saved, "state": owns[rank]["optimizer"]}
             _load_optimizer(self.optimizer, saved)
-        if "gradients" in parts:
-            gradient_order.take_orders(model, parts["gradients"]["orders"])
+        gradient_order.take_orders(model, parts["gradients"]["orders"] if "gradients" in parts else {})
         if training is not None:
             common = parts.get("local_steps", {})
             if common:
@@ -259,6 +260,15 @@ class RunState:
     def _given(self) -> list[str]:
         things = {"optimizer": self.optimizer, "scheduler": self.scheduler, "loader": self.loader}
         return [name for name, thing in things.items() if thing is not None]
+
+
+def _are_orders(part: Any) -> bool:
+    """Return whether a checkpoint's part is what :meth:`RunState.trees` keeps of the order of gradients."""
+    orders = part.get("orders") if isinstance(part, dict) else None
+    if not isinstance(orders, dict):
+        return False
+    lists = [*orders.values()]
+    return all(isinstance(each, list) and all(isinstance(name, str) for name in each) for each in lists)
 
 
 def _local_training_in(model: nn.Module) -> LocalTraining | None:

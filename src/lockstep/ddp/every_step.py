@@ -178,11 +178,12 @@ class EveryStep:
         """See :class:`~lockstep.step.gradient_order.OrderedGradients`."""
         return self._order
 
-    def take_order(self, names: Sequence[str]) -> None:
+    def take_order(self, names: Sequence[str] | None) -> None:
         """See :class:`~lockstep.step.gradient_order.OrderedGradients`."""
-        reducer = self._replica.reducer
-        if {*names} == {*reducer.names} and reducer.overlaps and not reducer.hook_name():
-            self._order = [*names]
+        reducer, order = self._replica.reducer, None if names is None else [*names]
+        fits = order is None or sorted(order) == sorted(reducer.names)
+        if order != self._order and fits and reducer.overlaps and not reducer.hook_name():
+            self._order = order
             self._replica.lay_out_anew()
 
     # What users ask for -----------------------------------------------------------------------------------------------

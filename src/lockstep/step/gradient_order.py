@@ -22,10 +22,11 @@ class OrderedGradients(Protocol):
         """The names of the parameters in the order that was learned; None: that of their registration, from the end."""
         ...
 
-    def take_order(self, names: Sequence[str]) -> None:
+    def take_order(self, names: Sequence[str] | None) -> None:
         """Average in this order from the next backward on. It was learned before, and is the same on all ranks.
 
-        Nothing changes if these are not the names of the parameters that are trained now.
+        Args:
+            names: None: none had been learned. Nothing changes if these are not the parameters that are trained now.
         """
         ...
 
@@ -51,8 +52,8 @@ def orders_in(model: nn.Module) -> dict[str, list[str]]:
 
 
 def take_orders(model: nn.Module, orders: Mapping[str, Sequence[str]]) -> None:
-    """Let the replicas in ``model`` average in the orders that :func:`orders_in` returned."""
+    """Let the replicas in ``model`` average in the orders that :func:`orders_in` returned, and the others in none."""
     for path, module in model.named_modules():
         replica = averaged_in_order.get(module)
-        if replica is not None and path in orders:
-            replica.take_order(orders[path])
+        if replica is not None:
+            replica.take_order(orders.get(path))

@@ -36,6 +36,13 @@ GPU_FAULTS = [
         (_TRAINING, "-k", "save_beside"),
     ),
     Fault(
+        "a save writes a block that is not copied yet",
+        "checkpoint/plan.py",
+        "            self.copied.synchronize()\n",
+        "            pass\n",
+        ("tests/unit/test_chunks.py", "-k", "copied_ahead"),
+    ),
+    Fault(
         "a GPU's random numbers are not restored",
         "checkpoint/state.py",
         "        accelerator.set_rng_state(_bytes(of_device), device)",

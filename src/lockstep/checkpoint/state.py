@@ -190,8 +190,6 @@ class RunState:
             raise CheckpointMismatch(f"{folder} was saved without extra objects named {', '.join(lacking)}")
         if self.optimizer is not None:
             refuse_other_optimizer(parts["optimizer"], self.optimizer, folder)
-        if "gradients" in parts and not _are_orders(parts["gradients"]):
-            raise CheckpointCorrupt(f"{folder}/gradients.json: not the orders in which gradients came")
         training = self.local_training
         if training is not None and "local_steps" in parts:  # otherwise its rounds begin with the saved model
             refuse_other_optimizer(parts["local_steps"]["outer"], training.outer, folder)
@@ -260,15 +258,6 @@ class RunState:
     def _given(self) -> list[str]:
         things = {"optimizer": self.optimizer, "scheduler": self.scheduler, "loader": self.loader}
         return [name for name, thing in things.items() if thing is not None]
-
-
-def _are_orders(part: Any) -> bool:
-    """Return whether a checkpoint's part is what :meth:`RunState.trees` keeps of the order of gradients."""
-    orders = part.get("orders") if isinstance(part, dict) else None
-    if not isinstance(orders, dict):
-        return False
-    lists = [*orders.values()]
-    return all(isinstance(each, list) and all(isinstance(name, str) for name in each) for each in lists)
 
 
 def _local_training_in(model: nn.Module) -> LocalTraining | None:
@@ -496,6 +485,18 @@ def refuse_malformed_rng(states: Any, *, count: int, where: str) -> None:
                 _bytes(value)
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointCorrupt(f"{where}: not the states of random number generators: {error}") from None
+
+
+def refuse_malformed_orders(part: Any, *, where: str) -> None:
+    """Refuse what is not what :meth:`RunState.trees` keeps of the orders in which gradients come.
+
+    Raises:
+        CheckpointCorrupt: it is not.
+    """
+    orders = part.get("orders") if isinstance(part, dict) else None
+    lists = [*orders.values()] if isinstance(orders, dict) else [None]
+    if not all(isinstance(each, list) and all(isinstance(name, str) for name in each) for each in lists):
+        raise CheckpointCorrupt(f"{where}: not the orders in which gradients come")
 
 
 def have_common_rng(states: Sequence[dict[str, Any]]) -> bool:

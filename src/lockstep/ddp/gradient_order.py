@@ -4,16 +4,17 @@ Note [Order of gradients]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 Buckets are sent in one order on all ranks, each when all its gradients have come. Most models use their layers in the
 order in which they are registered, so gradients come from the last registered parameter to the first. Where a model
-does not (a head that is registered first, an encoder after its decoder), one late gradient in the first bucket holds up
-all of them, and nothing is averaged during backward.
+does not (an encoder that is registered after its decoder), a late gradient in the first bucket holds up all others,
+and nothing is averaged during backward.
 
 So the first averaged backward, in which nothing is sent before its end (Note [More than one event] in ``reducer.py``),
 notes in which order the gradients come. All ranks take rank 0's. If buckets in that order could be sent clearly
 earlier, they are laid out anew, once, and the averages move there. torch's DistributedDataParallel does so for every
 model; where it would gain nothing, the memory for it is better left alone.
 
-A parameter that got no gradient comes last. A checkpoint keeps the order (``step/gradient_order.py``). It is not
-learned where a comm hook reduces the buckets, since hooks keep memory by bucket, nor inside ``lockstep.join``.
+A parameter that got no gradient comes first, since nothing waits for it (Note [Absent gradients]). A checkpoint keeps
+the order (``step/gradient_order.py``). It is not learned where a comm hook reduces the buckets, since hooks keep memory
+by bucket, nor inside ``lockstep.join``.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class GradientOrder:
         own = last[::-1] if dist.get_rank(self._group) == 0 else []
         order = [int(position) for position in all_gather_records(own, self._group)[0]]
         there = set(order)
-        return order + [position for position in reversed(range(len(self._nodes))) if position not in there]
+        return [position for position in reversed(range(len(self._nodes))) if position not in there] + order
 
 
 def is_worth(

@@ -229,12 +229,32 @@ def foreach_add() -> Callable[[Any, Any], object]:
     return add
 
 
-def foreach_mul() -> Callable[[Any, float], object]:
-    """Return the function that multiplies the tensors of a list by a number, in place; as :func:`foreach_copy`."""
+def foreach_mul() -> Callable[[Any, Any], object]:
+    """Return the function that multiplies the tensors of a list by a number or a 0-dim tensor, in place; as
+    :func:`foreach_copy`."""
     import torch
 
-    mul: Callable[[Any, float], object] = torch._foreach_mul_
+    mul: Callable[[Any, Any], object] = torch._foreach_mul_
     return mul
+
+
+def foreach_zero() -> Callable[[Any], object]:
+    """Return the function that makes the tensors of a list zero; as :func:`foreach_copy`."""
+    import torch
+
+    zero: Callable[[Any], object] = torch._foreach_zero_
+    return zero
+
+
+def foreach_norm() -> Callable[[Any, float], Any]:
+    """Return the function that returns the norm of each tensor of a list; as :func:`foreach_copy`.
+
+    torch.nn.utils.get_total_norm returns one for all of them.
+    """
+    import torch
+
+    norm: Callable[[Any, float], Any] = torch._foreach_norm
+    return norm
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -167,14 +167,9 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def wait_for_stream(device: torch.device) -> None:
-    """Wait for what is queued in the current stream of ``device``; on the CPU there is nothing to wait for."""
-    if device.type != "cpu":
-        current_stream(device).synchronize()
-
-
+@cache
 def has_times(device: torch.device) -> bool:
-    """Return whether events of ``device`` tell how long work took. Waits for the device: ask once, before training."""
+    """Return whether events of ``device`` tell how long work took. Waits for the device when it is first asked."""
     if device.type == "cpu":
         return False
     try:
@@ -206,6 +201,27 @@ class HostCopy:
         if self._copied is not None:
             self._copied.synchronize()
         return self._values
+
+
+class Stopwatch:
+    """Times the work that is queued from here until :meth:`stop`, without waiting for it.
+
+    Args:
+        device: an accelerator whose events tell times (:func:`has_times`); its current stream counts.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begun = self._ended = mark(device, timed=True)
+
+    def stop(self) -> None:
+        """Note that all the work is queued."""
+        self._ended = mark(self._device, timed=True)
+
+    def seconds(self) -> float:
+        """Return the time that the work took. Waits for the work if it is not done."""
+        self._ended.synchronize()
+        return self._begun.elapsed_time(self._ended) / 1e3
 
 
 def capture_test(used: Iterable[torch.device]) -> Callable[[], bool] | None:

@@ -1,4 +1,5 @@
 // The simulated device, under torch's key CUDA: registered when this library is loaded, before torch looks for CUDA.
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 
 #include "sparse.hpp"
@@ -89,6 +90,13 @@ TORCH_LIBRARY(simulated, m) {
   });
 }
 
+// What torch's DistributedDataParallel asks for the times of its steps, in each twentieth or so. They are not simulated.
+class Timer final : public c10d::Timer {
+ public:
+  explicit Timer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+
 static int registered = [] {
   c10::SetAllocator(kType, memory(), 0);
   at::setHostAllocator(kType, pinned(), 0);
@@ -99,6 +107,10 @@ static int registered = [] {
 }();
 
 }  // namespace simulated
+
+namespace c10d {
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, simulated::Timer)
+}
 
 namespace at {
 C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", SimulatedHooks)

@@ -30,10 +30,17 @@ GPU_FAULTS = [
     ),
     Fault(
         "a save in the background writes what is not copied yet",
-        "checkpoint/background.py",
-        "        accelerator.wait_for_stream(self._world.device)\n",
+        "checkpoint/plan.py",
+        "            for event in one.ready:\n                event.synchronize()\n",
         "",
         (_TRAINING, "-k", "save_beside"),
+    ),
+    Fault(
+        "a save writes a block that is not copied yet",
+        "checkpoint/plan.py",
+        "            self.copied.synchronize()\n",
+        "            pass\n",
+        ("tests/unit/test_chunks.py", "-k", "copied_ahead"),
     ),
     Fault(
         "a GPU's random numbers are not restored",

@@ -204,7 +204,7 @@ def resumed(stop: int | None, folder: str, stress: Stress | None, *, is_saved: b
     return _values(model.parameters())
 
 
-def steps_behind_a_held_stream(feature: str) -> Counts:
+def steps_behind_a_held_stream(feature: str, folder: str) -> Counts:
     """Queue a whole step while the device does nothing; a wait would be an error. Return what was asked of the device.
 
     The step after it may wait for this one, so that a host is never further ahead than a step.
@@ -218,11 +218,18 @@ def steps_behind_a_held_stream(feature: str) -> Counts:
     inputs = torch.randn(8, FEATURES, generator=generator).to(world.device)
     labels = torch.randint(CLASSES, (8,), generator=generator).to(world.device)
 
+    log = lockstep.Log(folder, every=1000) if feature == "log" else None
+
     def one_step() -> None:
+        if feature == "weighed":
+            world.weigh(8 + world.rank)
         if feature == "accumulation":
             with lockstep.no_sync(model):
                 F.cross_entropy(model(inputs), labels).backward()
-        F.cross_entropy(model(inputs), labels).backward()
+        loss = F.cross_entropy(model(inputs), labels)
+        loss.backward()
+        if log is not None:
+            log(loss=loss.detach(), samples=8)
         if feature == "norms":
             lockstep.clip_grad_norm_(model, 0.1)
         optimizer.step()
@@ -239,12 +246,14 @@ def steps_behind_a_held_stream(feature: str) -> Counts:
     return counts
 
 
-def peak_of_a_step() -> tuple[int, int]:
-    """Return the bytes of the model's gradients, and what a later step needs at most beyond what lies there before."""
+def peaks_of_steps(overlap: bool | None) -> tuple[int, list[int]]:
+    """Return the bytes of the model's gradients, and what each step needs at most beyond what lies there before."""
     world = begin("gpu", None)
-    model = lockstep.replicate(nn.Sequential(*[nn.Linear(256, 256, device=world.device) for _ in range(8)]))
+    layers = [nn.Linear(256, 256, device=world.device) for _ in range(8)]
+    model = lockstep.replicate(nn.Sequential(*layers), overlap=overlap, compare_every=None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     inputs = torch.ones(4, 256, device=world.device)
+    peaks = []
     for _ in range(3):
         optimizer.zero_grad()
         torch.cuda.synchronize()
@@ -252,7 +261,8 @@ def peak_of_a_step() -> tuple[int, int]:
         before = torch.cuda.memory_allocated()
         model(inputs).sum().backward()
         optimizer.step()
-    return sum(p.nbytes for p in model.parameters()), torch.cuda.max_memory_allocated() - before
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    return sum(p.nbytes for p in model.parameters()), peaks
 
 
 def sparse_batches(stress: Stress | None) -> list[float]:

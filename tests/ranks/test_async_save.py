@@ -103,15 +103,16 @@ def _many(folder: str) -> tuple[list[str], set[int], int, int, int]:
     lockstep.init()
     gate = Gate()
     model, optimizer, saved = _bench(folder, gate, width=50_000)
-    places, threads = set(), 0
+    places: set[int] = set()
+    threads = 0
     for _ in range(6):
         _step(model, optimizer)
         saved.async_save()
-        places.add(saved._background._buffer.data_ptr())
+        places.update(chunk.data_ptr() for chunk in saved._background._chunks._chunks)
         threads = max(threads, sum(thread.name.startswith("lockstep-save") for thread in threading.enumerate()))
     saved.wait()
     state = sum(value.nbytes for value in model.state_dict().values())
-    return gate.done, places, threads, saved._background._buffer.numel(), 3 * state  # two moments beside the weights
+    return gate.done, places, threads, saved._background._chunks.nbytes, 3 * state  # two moments beside the weights
 
 
 def test_one_save_is_under_way_at_most_and_memory_is_bounded(tmp_path: Path) -> None:

@@ -200,7 +200,8 @@ def _weighs_on_one() -> None:
         (
             _other_shapes,
             "ValueError",
-            "of the same shape and dtype on every rank; only their number may differ (rank 0: [2, *[3]] of float32",
+            "of the same shape, dtype and kind of device on every rank; only their number may differ "
+            "(rank 0: [2, *[3]] of float32 on cpu",
         ),
         (_whole_numbers, "ValueError", "takes rows of floating-point numbers"),
         (_in_a_slice, "LockstepError", "a loss of the whole batch can't be cut into slices"),

@@ -102,19 +102,22 @@ def _resumed(stop: int | None, folder: str, stress: Stress | None, is_saved: boo
     return features.resumed(stop, folder, stress, is_saved=is_saved)
 
 
-@pytest.mark.parametrize("feature", ["plain", "accumulation", "adamw", "norms", "batchnorm", "compared"])
-def test_a_step_waits_for_no_gpu(feature: str, gpus: str) -> None:
+@pytest.mark.parametrize(
+    "feature", ["plain", "accumulation", "adamw", "norms", "batchnorm", "compared", "weighed", "log"]
+)
+def test_a_step_waits_for_no_gpu(feature: str, gpus: str, tmp_path: Path) -> None:
     if gpus != "simulated":
         pytest.skip("only a simulated stream can be held back")
-    for counts in run_ranks(features.steps_behind_a_held_stream, 2, feature):
+    for counts in run_ranks(features.steps_behind_a_held_stream, 2, feature, str(tmp_path)):
         assert counts.waits == 0
         assert counts.to_host <= 2  # flags, to pinned memory
         assert counts.collectives > 0
 
 
-def test_a_later_step_needs_little_beyond_its_gradients() -> None:
-    for gradients, peak in run_ranks(features.peak_of_a_step, 2):
-        assert peak < 0.5 * gradients
+@pytest.mark.parametrize("overlap", [None, False])
+def test_no_step_needs_much_beyond_its_gradients(overlap: bool | None) -> None:
+    for gradients, peaks in run_ranks(features.peaks_of_steps, 2, overlap):
+        assert max(peaks) < 0.5 * gradients, peaks
 
 
 @pytest.mark.parametrize("stress", [*SEEDS, Stress(side=30_000)], ids=lambda each: f"seed {each.seed}")

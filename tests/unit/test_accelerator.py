@@ -162,7 +162,7 @@ def test_the_cpu_is_no_accelerator() -> None:
     assert accelerator.current("meta") == torch.device("meta")
     values = torch.ones(3)
     assert accelerator.HostCopy(values).read().data_ptr() == values.data_ptr()
-    for wait in (accelerator.synchronize, accelerator.wait_for_stream, accelerator.free_cached):
+    for wait in (accelerator.synchronize, accelerator.free_cached):
         wait(CPU)
 
 

@@ -332,11 +332,16 @@ def _bad_rng(folder: Path) -> None:
     _forge(folder, "rng.json", b'[{"python": [3, "", null], "numpy": [], "torch": "", "cuda": null}, {}]')
 
 
+def _bad_orders(folder: Path) -> None:
+    _forge(folder, "gradients.json", b'{"orders": {"": ["weight", 3]}}')
+
+
 HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "another user's folder": (lambda folder: os.chown(folder, 12345, -1), "belongs to user 12345"),
     "another user's manifest": (lambda folder: os.chown(folder / MANIFEST, 12345, -1), "belongs to user 12345"),
     "another user's file": (lambda folder: os.chown(folder / MODEL, 12345, -1), "belongs to user 12345"),
     "no random number generators": (_bad_rng, "not the states of random number generators"),
+    "an order of numbers": (_bad_orders, "not the orders in which gradients come"),
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import math
 import operator
 import subprocess
 import sys
@@ -53,6 +54,8 @@ VERSIONS = {
     "torch._foreach_copy_": "2.9 to 2.15",
     "torch._foreach_add_": "2.9 to 2.15",
     "torch._foreach_mul_": "2.9 to 2.15",
+    "torch._foreach_zero_": "2.9 to 2.15",
+    "torch._foreach_norm": "2.9 to 2.15",
     "torch.UntypedStorage._cdata": "2.9 to 2.15",
     "torch.distributed.ProcessGroup._device_types": "2.9 to 2.15",
     "torch.distributed.ProcessGroup._get_backend": "2.9 to 2.15",
@@ -246,6 +249,21 @@ def test_foreach_mul() -> None:
     targets = [torch.ones(2), torch.full((3,), 2.0)]
     _torch.foreach_mul()(targets, 0.5)
     assert [each.tolist() for each in targets] == [[0.5] * 2, [1.0] * 3]
+    _torch.foreach_mul()(targets, torch.tensor(4.0))
+    assert [each.tolist() for each in targets] == [[2.0] * 2, [4.0] * 3]
+
+
+def test_foreach_zero() -> None:
+    targets = [torch.ones(2), torch.full((3,), 2.0)]
+    _torch.foreach_zero()(targets)
+    assert [each.tolist() for each in targets] == [[0.0] * 2, [0.0] * 3]
+
+
+def test_foreach_norm() -> None:
+    tensors = [torch.tensor([1.0, -3.0]), torch.tensor([[2.0], [float("nan")]]), torch.tensor(-math.inf)]
+    assert [float(each) for each in _torch.foreach_norm()(tensors, math.inf)] == pytest.approx(
+        [3.0, math.nan, math.inf], nan_ok=True
+    )
 
 
 def test_storage_of() -> None:

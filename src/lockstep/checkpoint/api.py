@@ -303,9 +303,10 @@ class Checkpointer:
     def async_save(self, *, metric: float | None = None, epoch_done: bool | None = None) -> None:
         """**Collective.** Do as :meth:`save`, but let training continue as soon as the state is copied in memory.
 
-        A thread writes the copy. At most one save is under way: the next one waits for it. Memory: each rank keeps one
-        buffer as large as what it writes, about the size of the state divided by the number of ranks (pinned on a
-        CUDA rank), from the first call on until the Checkpointer goes. See Note [Saving in the background] in
+        A thread writes the copy. At most one save is under way: the next one waits for it. A GPU copies in its turn,
+        and training goes on meanwhile. Memory: each rank keeps as much as it writes, about the size of the state
+        divided by the number of ranks (page-locked where it trains on a GPU), from the first call on until the
+        Checkpointer goes. See Note [Saving in the background] in
         ``checkpoint/background.py``.
 
         A failure is printed on rank 0's standard error when it happens, and raised on all ranks by the next of these:

@@ -3,11 +3,13 @@
 Note [Saving in the background]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Before training continues, the ranks agree on the step and on the bytes that each writes, over the training's process
-group, and make the copy. From there on the thread owns everything: the copy, the records that the ranks exchange (over
-the store: Note [Records in the background]), the files. The state may change meanwhile.
+group, and make the copy. A GPU makes it in its turn, before it changes anything, and the thread waits for that, chunk
+by chunk, while training goes on. From there on the thread owns everything: the copy, the records that the ranks
+exchange (over the store: Note [Records in the background]), the files. The state may change meanwhile.
 
-Each rank copies only what it writes, so the ranks together hold the state once more, whatever their number. The buffer
-is kept for the next save: fresh memory costs more than the copy itself, in page faults.
+Each rank copies only what it writes, so the ranks together hold the state once more, whatever their number. The memory
+is kept for the next save: fresh memory costs more than the copy itself, in page faults. See Note [Chunks] in
+``chunks.py``.
 
 At most one save is under way. All ranks get the same failure, since they write together; a rank raises it at the next
 save or wait. The thread is not a daemon: a process that ends waits for it, and ends with exit code 1 if it failed and
@@ -25,9 +27,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
-
-from lockstep import _torch, accelerator
+from lockstep import _torch
+from lockstep.checkpoint.chunks import Chunks
 from lockstep.checkpoint.plan import WritePlan
 from lockstep.checkpoint.together import together
 from lockstep.comm.peers import OverStore, Peers
@@ -48,12 +49,10 @@ _registered_in: int | None = None
 class Background:
     """One rank's saves in the background, of which one at most is under way. See Note [Saving in the background]."""
 
-    #: The copy's memory: uint8, CPU, one dimension; pinned on a CUDA rank. It grows to the largest plan so far.
-    _buffer: torch.Tensor
-
     def __init__(self, world: World) -> None:
         self._world = world
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        #: The copy's memory. It grows to the largest plan so far.
+        self._chunks = Chunks(pinned=world.device.type != "cpu")
         self._thread: threading.Thread | None = None
         self._peers: OverStore | None = None
         self._step = 0
@@ -68,7 +67,7 @@ class Background:
         """
         peers = self._peers = self._new_peers()
         try:
-            copied = self._copy(plan)
+            copied = plan.copied(self._chunks)
             task = partial(write, copied, peers)
         except Exception as error:  # noqa: BLE001  (the other ranks' threads wait: they must get the error)
             task = partial(_fail_together, error, peers)
@@ -99,14 +98,6 @@ class Background:
         if self._peers is not None:
             self._peers.forget()
             self._peers = None
-
-    def _copy(self, plan: WritePlan) -> WritePlan:
-        if self._buffer.numel() < plan.nbytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
-            self._buffer = torch.empty(plan.nbytes, dtype=torch.uint8, pin_memory=self._world.device.type != "cpu")
-        copied = plan.copied(self._buffer)
-        accelerator.wait_for_stream(self._world.device)
-        return copied
 
     def _new_peers(self) -> OverStore:
         global _conversations

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.checkpoint.blocks import TensorPart, cut, divide
+from lockstep import accelerator
+from lockstep.checkpoint.blocks import BLOCK, TensorPart, cut, divide
+from lockstep.checkpoint.chunks import Chunks
 from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.finite import NOTHING_MEANT, Bound, Meant
 from lockstep.checkpoint.manifest import MODEL, FileEntry
@@ -171,6 +173,8 @@ class Write:
     offset: int
     #: The bound of its elements; None: they are not judged.
     bound: Bound | None = None
+    #: What has to be reached before the source may be read: copies from devices are on their way.
+    ready: tuple[torch.Event, ...] = ()
 
 
 class Block(NamedTuple):
@@ -181,6 +185,23 @@ class Block(NamedTuple):
     start: int
     content: memoryview
     bound: Bound | None = None
+
+
+class _Ahead(NamedTuple):
+    """A block that a device may still be copying."""
+
+    file: str
+    start: int
+    content: memoryview
+    bound: Bound | None
+    #: Reached when the content is there; None: it is.
+    copied: torch.Event | None = None
+
+    def arrived(self) -> Block:
+        """Return the block once its content is there."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return Block(self.file, self.start, self.content, self.bound)
 
 
 class Written(NamedTuple):
@@ -214,30 +235,69 @@ class WritePlan:
         return sum(one.stop - one.start for one in self.writes if isinstance(one.source, torch.Tensor))
 
     def contents(self) -> Iterator[Block]:
-        """Yield each block, in order; its content is valid until the next."""
+        """Yield each block, in order; its content is valid until the next. Waits for what is copied, block by block."""
+        before: _Ahead | None = None
+        for block in self._ahead():  # a device copies the next block while the last one is written
+            if before is not None:
+                yield before.arrived()
+            before = block
+        if before is not None:
+            yield before.arrived()
+
+    def _ahead(self) -> Iterator[_Ahead]:
+        """Yield each block, whose content a device may still be copying; valid until the one after the next."""
+        turns: list[torch.Tensor] = []
+        count = 0
         for one in self.writes:
+            for event in one.ready:
+                event.synchronize()
             source = memoryview(one.source) if isinstance(one.source, bytes) else flat_bytes(one.source)
             for start, stop in cut(one.start, one.stop):
                 block = source[one.offset + start - one.start : one.offset + stop - one.start]
-                content = block if isinstance(block, memoryview) else block.cpu().numpy().data
-                yield Block(one.file, start, content, one.bound)
+                if isinstance(block, memoryview):
+                    yield _Ahead(one.file, start, block, one.bound)
+                elif block.is_cpu:
+                    yield _Ahead(one.file, start, block.numpy().data, one.bound)
+                else:
+                    turns = turns or [torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+                    held, count = turns[count % 2][: stop - start], count + 1
+                    held.copy_(block, non_blocking=True)
+                    yield _Ahead(one.file, start, held.numpy().data, one.bound, accelerator.mark(block.device))
 
-    def copied(self, into: torch.Tensor) -> WritePlan:
-        """Return the same plan, its tensors' bytes copied into a buffer, which must outlive it.
+    def copied(self, into: Chunks) -> WritePlan:
+        """Return the same plan, its tensors' bytes copied into memory of the host, which must outlive it.
 
-        Args:
-            into: uint8 on the CPU, one dimension, at least :attr:`nbytes` long; may be pinned. Copies from a GPU are
-                only queued, on its current stream: synchronize before the buffer is read.
+        Copies from a device are only queued, on its current stream: the plan waits for each chunk where it is read.
         """
-        writes, end = [], 0
+        into.rewind()
+        left, chunk = self.nbytes, -1
+        writes: list[Write] = []
+        copying: list[Write] = []  # those in the present chunk
+        devices: dict[torch.device, None] = {}
+
+        def end_chunk() -> None:
+            ready = tuple(map(accelerator.mark, devices))
+            writes.extend(replace(one, ready=ready) for one in copying)
+            copying.clear()
+            devices.clear()
+
         for one in self.writes:
             if isinstance(one.source, bytes):
-                writes.append(one)
+                copying.append(one)
                 continue
-            length = one.stop - one.start
-            held, end = into[end : end + length], end + length
-            held.copy_(flat_bytes(one.source)[one.offset : one.offset + length], non_blocking=True)
-            writes.append(replace(one, source=held, offset=0))
+            source, start = flat_bytes(one.source), one.start
+            while start < one.stop:
+                held = into.take(one.stop - start, left=left)
+                if into.index != chunk:
+                    end_chunk()
+                    chunk = into.index
+                place = one.offset + start - one.start
+                held.copy_(source[place : place + len(held)], non_blocking=True)
+                if not source.is_cpu:
+                    devices[source.device] = None
+                copying.append(replace(one, start=start, stop=start + len(held), source=held, offset=0))
+                start, left = start + len(held), left - len(held)
+        end_chunk()
         return replace(self, writes=tuple(writes))
 
     def entries(self, digests: Sequence[Sequence[str]]) -> dict[str, FileEntry]:

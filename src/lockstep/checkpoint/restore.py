@@ -78,6 +78,8 @@ def find(
         contents = read(folder, owners=owners, only_sound=only_sound, on=on)
         ranks = contents.manifest.world_size
         state.refuse_malformed_rng(contents.parts.get("rng"), count=ranks, where=str(folder / "rng.json"))
+        if "gradients" in contents.parts:
+            state.refuse_malformed_orders(contents.parts["gradients"], where=str(folder / "gradients.json"))
         run.refuse_other(contents, world_size=world.world_size)
         return contents
 

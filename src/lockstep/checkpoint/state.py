@@ -37,7 +37,7 @@ from lockstep.checkpoint.read import Contents
 from lockstep.checkpoint.safetensors import USE_DCP, unsavable
 from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
 from lockstep.job import flight
-from lockstep.step import streams
+from lockstep.step import gradient_order, streams
 from lockstep.step.local_training import LocalTraining, local_training_of
 from lockstep.text import counted
 
@@ -133,6 +133,9 @@ class RunState:
             parts["scheduler"] = {"class": type(self.scheduler).__name__, "state": self.scheduler.state_dict()}
         if self.extra:
             parts["extra"] = {name: _state_of(thing) for name, thing in self.extra.items()}
+        orders = gradient_order.orders_in(bare(self.model))
+        if orders:
+            parts["gradients"] = {"orders": orders}
         return parts
 
     def judges(self) -> Callable[[str], bool]:
@@ -245,6 +248,7 @@ class RunState:
             if rank < len(owns):
                 saved = {**saved, "state": owns[rank]["optimizer"]}
             _load_optimizer(self.optimizer, saved)
+        gradient_order.take_orders(model, parts["gradients"]["orders"] if "gradients" in parts else {})
         if training is not None:
             common = parts.get("local_steps", {})
             if common:
@@ -481,6 +485,18 @@ def refuse_malformed_rng(states: Any, *, count: int, where: str) -> None:
                 _bytes(value)
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointCorrupt(f"{where}: not the states of random number generators: {error}") from None
+
+
+def refuse_malformed_orders(part: Any, *, where: str) -> None:
+    """Refuse what is not what :meth:`RunState.trees` keeps of the orders in which gradients come.
+
+    Raises:
+        CheckpointCorrupt: it is not.
+    """
+    orders = part.get("orders") if isinstance(part, dict) else None
+    lists = [*orders.values()] if isinstance(orders, dict) else [None]
+    if not all(isinstance(each, list) and all(isinstance(name, str) for name in each) for each in lists):
+        raise CheckpointCorrupt(f"{where}: not the orders in which gradients come")
 
 
 def have_common_rng(states: Sequence[dict[str, Any]]) -> bool:

@@ -23,6 +23,8 @@ from lockstep.text import which_ranks
 #: Bytes of the first message, which has a record's length and its beginning.
 _FIRST = 1024
 _LENGTH = struct.Struct("<q")
+#: torch 2.13 has renamed it.
+_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
@@ -37,45 +39,78 @@ def group_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return accelerator.current(here if here is not None and here in served else served[0])
 
 
+def carrier(kind: str, group: dist.ProcessGroup) -> torch.device:
+    """Return the device on which ``group`` carries tensors of a kind of device ("cpu", "cuda").
+
+    Where the kind has a backend of its own, the current device of that kind: nothing is copied to the host then, and no
+    host waits for its device. Elsewhere that of :func:`group_device`.
+    """
+    if kind != "cpu" and kind in _torch.device_types(group):
+        own = accelerator.current(kind)
+        carried = group_device(group)
+        if carried == own or _torch.backend_for(group, own) is not _torch.backend_for(group, carried):
+            return own
+    return group_device(group)
+
+
 def all_gather_tensors(
-    tensor: torch.Tensor | None, group: dist.ProcessGroup | None = None
+    tensor: torch.Tensor | None, group: dist.ProcessGroup, *, device: torch.device | None = None
 ) -> list[torch.Tensor | None]:
     """**Collective.** Return every rank's ``tensor``, in order of rank, on a device that ``group`` can carry.
 
     Args:
         tensor: dense, of any shape, dtype and device; another one on each rank, or None.
-        group: the process group; the default group if None.
+        group: the process group.
+        device: the device, of the same kind on every rank; that of :func:`group_device` if None.
 
     Raises:
         CollectiveTimeout, PeerLost: another rank is late or gone.
     """
-    device = group_device(group)
+    device = group_device(group) if device is None else device
     mine = None if tensor is None else tensor.detach().to(device).contiguous()
     kinds = [_TensorSpec.loads(record) for record in all_gather_records(_TensorSpec.dumps(mine), group)]
     padded = torch.zeros(max(0 if kind is None else kind.nbytes for kind in kinds), dtype=torch.uint8, device=device)
     if mine is not None:
         padded[: mine.nbytes] = mine.reshape(-1).view(torch.uint8)
-    rows = [torch.empty_like(padded) for _ in kinds]
+    rows = padded.new_empty(len(kinds), len(padded))
     if len(padded):
-        _wait(lambda: dist.all_gather(rows, padded, group=group), "exchanging tensors with the other ranks", group)
+        gather: Callable[[], object] = lambda: issue_gather(rows, padded, group).wait()  # noqa: E731
+        _wait(gather, "exchanging tensors with the other ranks", group)
     return [
         None if kind is None else row[: kind.nbytes].clone().view(kind.dtype).reshape(kind.shape)
         for kind, row in zip(kinds, rows, strict=True)
     ]
 
 
-def broadcast_tensor(tensor: torch.Tensor | None, source: int, group: dist.ProcessGroup) -> torch.Tensor:
+def issue_gather(rows: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
+    """**Collective.** Begin to gather every rank's ``own`` into its row of ``rows``; return the work to wait for.
+
+    Args:
+        rows: [world size, *size of ``own``], contiguous.
+        own: of any shape, the same on every rank; it must stay until the work is done.
+        group: the process group; the default group if None.
+    """
+    if own.is_cpu:
+        return dist.all_gather([*rows.unbind(0)], own, group=group, async_op=True)
+    # Backends of accelerators gather into one tensor, and would copy each rank's part out of it into a list.
+    return _all_gather_single(rows, own, group=group, async_op=True)
+
+
+def broadcast_tensor(
+    tensor: torch.Tensor | None, source: int, group: dist.ProcessGroup, *, device: torch.device | None = None
+) -> torch.Tensor:
     """**Collective.** Return the tensor of rank ``source``, on a device that ``group`` can carry; a new one.
 
     Args:
         tensor: as for :func:`all_gather_tensors`; None on all ranks but ``source``.
         source: a rank of ``group``.
         group: the process group.
+        device: as for :func:`all_gather_tensors`.
 
     Raises:
         CollectiveTimeout, PeerLost: another rank is late or gone.
     """
-    device = group_device(group)
+    device = group_device(group) if device is None else device
     mine = None if tensor is None else tensor.detach().to(device).contiguous()
     kind = _TensorSpec.loads(all_gather_records(_TensorSpec.dumps(mine), group)[source])
     assert kind is not None  # rank ``source`` has it

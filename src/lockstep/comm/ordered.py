@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.exchange import issue_gather
 from lockstep.comm.labels import labelled
 from lockstep.comm.memory import RowOrder, add_up, in_place_memory
 from lockstep.comm.waiting import wait_for
@@ -117,7 +118,7 @@ class _Part:
         sums = [*self._received]
         add_up(sums, self._order, start=self._start + rows._rank * width)
         self._whole = rows.rows.new_empty(rows._world_size, width)
-        self._work = dist.all_gather([*self._whole], sums[0], group=rows._group, async_op=True), sums[0]
+        self._work = issue_gather(self._whole, sums[0], rows._group), sums[0]
 
     def take(self, what: Callable[[], str]) -> None:
         """Put the sums that have come back into the first row."""

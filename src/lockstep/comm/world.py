@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lockstep import _torch, callsite
 from lockstep.comm import waiting
 from lockstep.comm.calls import calling, of_all_ranks
-from lockstep.comm.exchange import all_gather_records, all_gather_tensors, broadcast_tensor, group_device
+from lockstep.comm.exchange import all_gather_records, all_gather_tensors, broadcast_tensor, carrier, group_device
 from lockstep.comm.in_order.gathering import Per, gather_in_order
 from lockstep.comm.labels import compares_labels
 from lockstep.comm.peers import OverGroup
@@ -230,8 +230,9 @@ class World:
         """**Collective.** Combine a number, or a tensor of numbers, over all ranks.
 
         Args:
-            value: an int, a float, or a tensor of any shape (the same shape and dtype on every rank). It is not
-                changed. Floats are combined in float64.
+            value: an int, a float, or a tensor of any shape (the same shape, dtype and kind of device on every rank).
+                It is not changed. Floats are combined in float64. A tensor on a GPU stays there, and this rank does
+                not wait for it.
             op: ``"sum"``, ``"mean"`` (over ranks: for a mean over samples use :meth:`mean`), ``"min"`` or ``"max"``.
 
         Returns:
@@ -245,7 +246,7 @@ class World:
         if op not in _REDUCE_OPS:
             raise ValueError(f"op={op!r}: expected one of {', '.join(map(repr, _REDUCE_OPS))}")
         if isinstance(value, torch.Tensor):
-            total = value.detach().to(group_device(self.group), copy=True)
+            total = value.detach().to(carrier(value.device.type, self.group), copy=True)
         elif isinstance(value, (int, float)):
             dtype = torch.float64 if isinstance(value, float) or op == "mean" else torch.int64
             total = torch.tensor(value, dtype=dtype, device=group_device(self.group))
@@ -315,7 +316,8 @@ class World:
 
         Args:
             value: this rank's mean (a loss, an accuracy): a number or a tensor with one element. Or a tensor of any
-                other shape (accuracies by class, a gradient), the same on all ranks: each element is averaged.
+                other shape (accuracies by class, a gradient), the same on all ranks, as its kind of device is: each
+                element is averaged.
             samples: how many samples ``value`` is the mean of. If None: this rank's share of the batch in hand, which
                 the sharded loader handed out last, or 1 where there is none. After the end of a loop there is none: a
                 warning says so where the ranks' shares of its last batch differ.
@@ -370,7 +372,7 @@ class World:
         sums = torch.zeros(
             dense.numel() + 1,
             dtype=torch.complex128 if dense.is_complex() else torch.float64,
-            device=group_device(self.group),
+            device=carrier(dense.device.type, self.group),
         )
         if count:
             sums[:-1] = dense.reshape(-1)
@@ -409,9 +411,11 @@ class World:
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
         values = self._shared(value, "World.gather()", range(self.world_size))
-        if not any(kind == "tensor" for kind, _ in values):
+        places = {place for kind, place in values if kind == "tensor"}
+        if not places:
             return [plain for _, plain in values]
-        tensors = all_gather_tensors(value if isinstance(value, torch.Tensor) else None, self.group)
+        mine = value if isinstance(value, torch.Tensor) else None
+        tensors = all_gather_tensors(mine, self.group, device=self._carrier(places))
         return [
             plain if tensor is None else tensor.to(self.device)
             for (_, plain), tensor in zip(values, tensors, strict=True)
@@ -436,8 +440,13 @@ class World:
         kind, plain = self._shared(value, "World.broadcast()", [source])[source]
         if kind == "plain":
             return plain
-        tensor = broadcast_tensor(value if self.rank == source else None, source, self.group)
-        return tensor.to(self.device)
+        mine = value if self.rank == source else None
+        return broadcast_tensor(mine, source, self.group, device=self._carrier({plain})).to(self.device)
+
+    def _carrier(self, places: Collection[str]) -> torch.device:
+        """Return the device on which tensors travel that lie on these kinds of device; the same kind on every rank."""
+        first, *others = places
+        return group_device(self.group) if others else carrier(first, self.group)
 
     @_torch.mark_untraced
     @of_all_ranks("World.gather_in_order()")
@@ -486,7 +495,10 @@ class World:
         return gather_in_order(self, outputs, source, per=per, path=path)
 
     def _shared(self, value: Any, what: str, sources: Container[int]) -> list[Any]:
-        """**Collective.** Return kind and value of what each of ``sources`` shares; raise on all ranks if one can't."""
+        """**Collective.** Return kind and value of what each of ``sources`` shares; raise on all ranks if one can't.
+
+        For a tensor the value is the kind of device on which it lies.
+        """
 
         slicing.refuse_in_slice(what, self)
 
@@ -496,7 +508,7 @@ class World:
             if isinstance(value, torch.Tensor):
                 if value.layout != torch.strided:
                     raise TypeError(f"{what} takes dense tensors, not one of layout {value.layout}")
-                return ["tensor", None]
+                return ["tensor", value.device.type]
             try:
                 json.dumps(value)
             except (TypeError, ValueError) as error:

@@ -43,6 +43,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from lockstep import _torch
 from lockstep.comm.labels import labelled
 from lockstep.comm.waiting import wait_for
 from lockstep.ddp.bucket import Bucket
@@ -55,6 +56,8 @@ from lockstep.job import flight
 from lockstep.step.share import BatchId
 
 _grad, _version, _packed = attrgetter("grad"), attrgetter("_version"), attrgetter("packed")
+_tail, _fresh_flags = attrgetter("tail"), attrgetter("fresh_flags")
+_foreach_copy = _torch.foreach_copy()
 
 #: Most factors kept as tensors, so that ever new shares do not fill the memory.
 _MOST_SCALES = 64
@@ -206,11 +209,17 @@ class Backward:
         scale = self._all.scales.get((factor, dtype))
         return self._all.make_scale(factor, dtype) if scale is None else scale
 
-    def leave_to_holders(self) -> None:
-        """Leave views to their holders; see Note [Gradients held elsewhere]. Copied gradients need nothing."""
+    def prepare(self) -> None:
+        """Prepare the buckets for gradients that are averaged: leave views to their holders, and reset all flags.
+
+        (See Note [Gradients held elsewhere]; copied gradients need nothing.)
+        """
+        buckets = self._all.buckets
         if self._all.as_view and self._all.sends:
-            for bucket in self._all.buckets:
+            for bucket in buckets:
                 bucket.leave_to_holders()
+        if buckets and (self._all.sends or self._all.riders):
+            _foreach_copy([*map(_tail, buckets)], [*map(_fresh_flags, buckets)])
 
     def close(self) -> list[Bucket]:
         """End the backward, failed or not; return the buckets whose reduction is still under way."""
@@ -268,16 +277,17 @@ class Backward:
         try:
             self._read(sparse)
         except LockstepError:
-            for bucket in buckets if write else ():
-                self._restore_unused(bucket)
+            if write and self.missing:
+                self._restore_unused()
             raise
         if self.skipped:
             return []
         if not self._all.sends:
             return self._weigh_alone()
-        unused: list[int] = []
+        restored = self._restore_unused() if write and self.missing else {}
         for bucket in buckets if write else ():
-            unused += self._write(bucket)
+            self._write(bucket, restored.get(bucket.index, ()))
+        unused = [buckets[index].positions[slot] for index, slots in restored.items() for slot in slots]
         for slot, transfer in zip(self._all.sparse, sparse, strict=True):
             if not transfer.complete(write=write) and write:
                 unused.append(slot.position)
@@ -321,7 +331,6 @@ class Backward:
 
     def _fill(self, bucket: Bucket) -> None:
         """Put this rank's gradients into ``bucket``; see Note [Unused parameters]."""
-        bucket.reset_flags()
         grads = [*map(_grad, bucket.params)]
         absent = bucket.missing
         if not all(map(is_not, grads, repeat(None))):
@@ -342,7 +351,7 @@ class Backward:
                 self._explain_sparse(bucket, error)
                 raise
         if absent:
-            bucket.used[absent] = 0
+            bucket.mark_unused(absent)
         bucket.missing = absent
 
     def _explain_sparse(self, bucket: Bucket, error: RuntimeError) -> None:
@@ -391,19 +400,17 @@ class Backward:
 
     # Handing out ----------------------------------------------------------------------------------------------------
 
-    def _write(self, bucket: Bucket) -> list[int]:
-        """Hand out the averages. Return the positions of the parameters that no rank used."""
+    def _write(self, bucket: Bucket, unused: Sequence[int]) -> None:
+        """Hand out the averages, but for the slots that no rank used."""
         if not bucket.missing:
             if self._all.as_view:
                 bucket.unpack_as_views()
             else:
                 bucket.unpack_by_copy()
-            return []
-        unused = self._restore_unused(bucket)
+            return
         for slot in range(len(bucket)):
             if slot not in unused:
                 bucket.unpack_one(slot, as_view=self._all.as_view)
-        return [bucket.positions[slot] for slot in unused]
 
     def _wait(self, bucket: Bucket) -> None:
         wait, bucket.wait = bucket.wait, None  # the reduction is over then, even if it fails
@@ -420,17 +427,27 @@ class Backward:
                 )
             if tensor.data_ptr() != bucket.values.data_ptr():
                 bucket.values.copy_(tensor.view(-1))
+            if bucket.has_gaps:
+                bucket.clear_gaps()
 
-    def _restore_unused(self, bucket: Bucket) -> list[int]:
-        """Restore the gradients of parameters that no rank used, from before the reduction. Return their slots."""
-        if not bucket.missing:
-            return []
-        unused = [slot for slot, used in enumerate((bucket.used.abs() > 0).tolist()) if not used]
-        for slot in unused:
-            kept, grad = self._kept.get(bucket.positions[slot]), bucket.params[slot].grad
-            if kept is not None and grad is not None:
-                grad.copy_(kept)
-        return unused
+    def _restore_unused(self) -> dict[int, list[int]]:
+        """Restore the gradients of parameters that no rank used, from before the reduction. Waits for the device, once.
+
+        Returns:
+            Index of a bucket -> the slots of these parameters.
+        """
+        incomplete = [bucket for bucket in self._all.buckets if bucket.missing]
+        # All flags at once, since each read would wait anew.
+        device = incomplete[0].used.device
+        flags = iter(torch.cat([(bucket.used.abs() > 0).to(device) for bucket in incomplete]).tolist())
+        found = {bucket.index: [slot for slot in range(len(bucket)) if not next(flags)] for bucket in incomplete}
+        for index, slots in found.items():
+            bucket = self._all.buckets[index]
+            for slot in slots:
+                kept, grad = self._kept.get(bucket.positions[slot]), bucket.params[slot].grad
+                if kept is not None and grad is not None:
+                    grad.copy_(kept)
+        return found
 
     def _exchange_flags(self) -> None:
         """Exchange the flags by themselves: a comm hook sees gradients only."""

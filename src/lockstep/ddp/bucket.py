@@ -9,8 +9,12 @@ Note [Bucket layout]
 ``used i`` is 1 where this rank has a gradient for parameter i since the last reduction and 0 where it has none. It is
 summed over the ranks together with the gradients, so that every rank can know which parameters no rank used, without a
 second collective. So are the flags of the riders, most of them in the last bucket: see ``rider.py``. Flags are read
-only when the answer matters, because reading them waits for the device. A rank sets them to 0 or 1, so that even in
-bfloat16 their sums tell 0 from more than 0.
+only when the answer matters, because reading them waits for the device. A rank sets them to 0, 1 or NaN, so that even
+in bfloat16 their sums tell 0 from more than 0.
+
+On an accelerator each gradient begins at a multiple of ``ALIGNMENT`` bytes, since the kernels of optimizers read
+several elements at once only from there. The gaps hold zeros: they are set once, and neither a sum nor a factor changes
+them. What a comm hook leaves there is removed.
 
 Note [Gradients held elsewhere]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -43,12 +47,14 @@ from lockstep import _torch
 from lockstep.comm.looks import SumLook
 from lockstep.comm.memory import InPlaceMemory
 
-#: Copies all gradients of a bucket in one call.
-_foreach_copy = _torch.foreach_copy()
+#: Copy, multiply or zero all gradients of a bucket in one call.
+_foreach_copy, _foreach_mul, _foreach_zero = _torch.foreach_copy(), _torch.foreach_mul(), _torch.foreach_zero()
 _owners_of_tensor = _torch.tensor_use_count()
 
 #: Mean number of elements per parameter below which the cost of a copy is the call and not the memory.
 SMALL = 32 * 1024
+#: Bytes to a multiple of which gradients on an accelerator are laid out; see Note [Bucket layout].
+ALIGNMENT = 128
 #: Held elements are put aside if they are fewer than 1 in ``_FEW``; see Note [Gradients held elsewhere].
 _FEW = 8
 
@@ -73,17 +79,20 @@ class ParameterSpec:
         return self.numel * self.element_size
 
 
-def plan_buckets(specs: Sequence[ParameterSpec], *, caps: Sequence[int]) -> list[tuple[int, ...]]:
+def plan_buckets(
+    specs: Sequence[ParameterSpec], *, caps: Sequence[int], order: Sequence[int] | None = None
+) -> list[tuple[int, ...]]:
     """Cut the parameters into buckets, in the order in which the buckets are to be reduced.
 
     Gradients come roughly in the reverse of the order in which parameters were registered, so buckets are filled from
-    the last parameter to the first. Each holds one dtype on one device, and is closed as soon as it holds its cap, so
-    it exceeds the cap by less than its last parameter.
+    the last parameter to the first, unless another order was learned (Note [Order of gradients]). Each holds one dtype
+    on one device, and is closed as soon as it holds its cap, so it exceeds the cap by less than its last parameter.
 
     Args:
         specs: the parameters.
         caps: bytes that the first bucket of each kind may hold (few, so that communication starts early), the second,
             and so on; the last of them is for all that follow.
+        order: indices into ``specs``, each once, in the order in which the gradients come; None: from the last.
 
     Returns:
         Indices into ``specs``, each exactly once. Buckets are ordered by their last member to arrive. The plan depends
@@ -93,7 +102,8 @@ def plan_buckets(specs: Sequence[ParameterSpec], *, caps: Sequence[int]) -> list
     filled: dict[Hashable, int] = {}
     made: dict[Hashable, int] = {}
     closed: list[list[int]] = []
-    for index in reversed(range(len(specs))):
+    order = range(len(specs) - 1, -1, -1) if order is None else order
+    for index in order:
         kind = specs[index].kind
         open_buckets.setdefault(kind, []).append(index)
         filled[kind] = filled.get(kind, 0) + specs[index].nbytes
@@ -101,8 +111,9 @@ def plan_buckets(specs: Sequence[ParameterSpec], *, caps: Sequence[int]) -> list
             closed.append(open_buckets.pop(kind))
             filled[kind], made[kind] = 0, made.get(kind, 0) + 1
     closed.extend(open_buckets.values())
-    # A bucket is complete when its lowest index has arrived.
-    return [tuple(bucket) for bucket in sorted(closed, key=min, reverse=True)]
+    # A bucket, which is filled in this order, is complete when its last member has arrived.
+    place = {index: at for at, index in enumerate(order)}
+    return [tuple(bucket) for bucket in sorted(closed, key=lambda bucket: place[bucket[-1]])]
 
 
 class Bucket:
@@ -146,12 +157,19 @@ class Bucket:
         self.positions = tuple(positions)
         self.params = list(params)
         self._sizes = [param.numel() for param in params]
-        real = 2 if params[0].is_complex() else 1
+        is_on_cpu, real = params[0].device.type == "cpu", 2 if params[0].is_complex() else 1
+        unit = 1 if is_on_cpu else ALIGNMENT // params[0].element_size()
+        #: Elements from the beginning of each parameter's gradient to that of the next.
+        self._slots = [-(-size // unit) * unit for size in self._sizes]
         #: End of each parameter's gradient in ``message``.
-        self.ends = [end * real for end in accumulate(self._sizes)]
-        total, count = sum(self._sizes), len(params)
-        self._parts = [total, count, *widths]
-        self._small = total < SMALL * count
+        self.ends = [end * real for end in accumulate(self._slots)]
+        total, count = sum(self._slots), len(params)
+        #: Number of elements of all gradients; ``has_gaps``: ``values`` holds more than these.
+        self.numel = sum(self._sizes)
+        self.has_gaps = self.numel < total
+        self._parts = [total, count, *widths, -(count + sum(widths)) % unit]
+        #: True if all gradients are copied by one call: they are small, or each call launches a kernel.
+        self._at_once = not is_on_cpu or total < SMALL * count
         #: Positions of the parameters whose gradient has come in the backward under way, in order; a position is
         #: repeated if its gradient came in portions. Always the same list.
         self.arrived: list[int] = []
@@ -179,20 +197,27 @@ class Bucket:
     def _lay_out(self, flat: Tensor) -> None:
         self.flat = flat
         parts = flat.split_with_sizes(self._parts)
-        self.values, self.used, *self.flags = parts
+        self.values, self.used, *self.flags, _ = parts
         #: All flags. 1-D view of ``flat``.
         self.tail = flat[self._parts[0] :]
-        self.views = [
-            shaped(part, param)
-            for part, param in zip(self.values.split_with_sizes(self._sizes), self.params, strict=True)
-        ]
+        self.views = [shaped(part, param) for part, param in zip(self.split(self.values), self.params, strict=True)]
         #: The tensor that is all-reduced: ``flat``, viewed as real numbers if it is complex, as backends require.
         self.message = torch.view_as_real(flat) if flat.is_complex() else flat
         _, used, *others = self._parts
-        #: The initial values of ``tail``.
-        self._fresh_flags = torch.tensor([1] * used + [0] * sum(others), dtype=flat.dtype).to(flat.device)
+        #: The initial values of ``tail``: all parameters are used, and no rider has set a flag.
+        self.fresh_flags = torch.tensor([1] * used + [0] * sum(others), dtype=flat.dtype).to(flat.device)
         self._storage = flat.untyped_storage()
         self._owners = _torch.storage_use_count(self._storage)
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """Return each parameter's part (1-D) of a tensor that is laid out as :attr:`values` is, without the gaps."""
+        pairs = zip(values.split_with_sizes(self._slots), self._sizes, strict=True)
+        return [part if len(part) == size else part[:size] for part, size in pairs]
+
+    def clear_gaps(self) -> None:
+        """Make what lies between the gradients zero, after a comm hook has written there."""
+        pairs = zip(self.values.split_with_sizes(self._slots), self._sizes, strict=True)
+        _foreach_zero([part[size:] for part, size in pairs if len(part) > size])
 
     def _count_owners(self) -> None:
         """Count owners and references while only the bucket itself holds its memory."""
@@ -228,12 +253,20 @@ class Bucket:
             if self.sum_up is not None or _FEW * sum(self._sizes[slot] for slot in held) < self._parts[0]:
                 self._put_aside = {slot: self.views[slot].clone() for slot in held}
             else:
-                self._lay_out(torch.empty_like(self.flat))
+                self._lay_out(torch.zeros_like(self.flat) if self.has_gaps else torch.empty_like(self.flat))
                 self._count_owners()
 
-    def reset_flags(self) -> None:
-        """Reset the flags: all parameters are used, and no rider has set one."""
-        self.tail.copy_(self._fresh_flags)
+    def mark_unused(self, slots: Sequence[int]) -> None:
+        """Say in the flags that this rank has no gradient for these slots.
+
+        By runs of neighbours: a list of indices would be copied to the device, which would be waited for.
+        """
+        ordered = sorted(slots)
+        start = ordered[0]
+        for slot, after in zip(ordered, [*ordered[1:], -1], strict=True):
+            if after != slot + 1:
+                self.used[start : slot + 1].zero_()
+                start = after
 
     def put_back(self) -> None:
         """End a backward: restore the values that others hold."""
@@ -270,7 +303,7 @@ class Bucket:
         if grads[0] is views[0] and all(grad is view for grad, view in zip(grads, views, strict=True)):
             if scale is not None:
                 self.values.mul_(scale)
-        elif self._small:
+        elif self._at_once:
             _foreach_copy(views, grads)
             if scale is not None:
                 self.values.mul_(scale)
@@ -282,12 +315,18 @@ class Bucket:
 
     def pack_some(self, grads: Sequence[Tensor | None], scale: Tensor | None) -> None:
         """Do as :meth:`pack`, with zeros for missing gradients, and without the slots that are packed already."""
-        for slot, grad in enumerate(grads):
-            if slot in self.packed:
-                continue
-            if grad is None:
-                self.views[slot].zero_()
-            else:
+        left = [(slot, grad) for slot, grad in enumerate(grads) if slot not in self.packed]
+        absent = [self.views[slot] for slot, grad in left if grad is None]
+        present = [(slot, grad) for slot, grad in left if grad is not None]
+        if absent:
+            _foreach_zero(absent)
+        if self._at_once and present:
+            views = [self.views[slot] for slot, _ in present]
+            _foreach_copy(views, [grad for _, grad in present])
+            if scale is not None:
+                _foreach_mul(views, scale)
+        else:
+            for slot, grad in present:
                 self._pack_one(slot, grad, scale)
 
     def pack_early(self, slot: int, scale: Tensor | None, *, as_view: bool) -> None:
@@ -300,6 +339,14 @@ class Bucket:
             self.packed.add(slot)
             if as_view:
                 param.grad = self.views[slot]
+
+    def adopt(self, slot: int) -> None:
+        """Move one gradient into the bucket, as it is: autograd adds there what still comes of it."""
+        param, view = self.params[slot], self.views[slot]
+        grad = param.grad
+        if grad is not None and grad is not view and grad.layout == torch.strided and slot not in self._put_aside:
+            view.copy_(grad)
+            param.grad = view
 
     def _pack_one(self, slot: int, grad: Tensor, scale: Tensor | None) -> None:
         if scale is not None:

@@ -7,25 +7,32 @@ need not notice: gloo takes a message that is shorter than expected, and everyth
 would end up shifted. So a message begins with a digest of the shapes and dtypes in it, which a rank compares with its
 own; it raises if they differ. (If the message is longer than expected, gloo aborts the process. On a GPU
 nothing is compared, since reading the digest would wait for the device.)
+
+Tensors with the largest elements come first, so that each begins at a multiple of its element size: a rank that
+receives them takes all tensors of a dtype from the message in one call.
 """
 
 from __future__ import annotations
 
 import hashlib
+import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep import _torch
 from lockstep.comm.waiting import wait_for
 from lockstep.ddp.members import Buffers, buffers_of, tensors_of
 from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.step import streams
 from lockstep.text import listed
 
+_foreach_copy = _torch.foreach_copy()
+_element_size: Callable[[Tensor], int] = operator.attrgetter("dtype.itemsize")
 #: Bytes sent at once: enough to be fast, but not enough for the copies to fill the memory.
 _CHUNK = 64 * 1024 * 1024
 #: Bytes of the digest at the beginning of a message.
@@ -53,6 +60,7 @@ def broadcast_tensors(
     sends = dist.get_rank(group) == source
     for chunk in _chunks(tensors):
         # Sent as bytes, dtypes share a message, and backends need not know them.
+        chunk.sort(key=_element_size, reverse=True)
         layout = tuple([(tensor.shape, tensor.dtype) for tensor in chunk])
         digest = _digest_of(layout) if chunk[0].device.type == "cpu" else _bytes_of(chunk[0])[:0]
         parts = [digest, *map(_bytes_of, chunk)]
@@ -69,10 +77,20 @@ def broadcast_tensors(
                     "rank's own data can be a plain attribute instead, or be named in "
                     "model._ddp_params_and_buffers_to_ignore"
                 )
-            for tensor, part in zip(chunk, received, strict=True):
-                # Writing through .data doesn't count as a modification: autograd may have saved a buffer for backward,
-                # which does not use its values (batch statistics are saved apart).
-                tensor.data.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+            _take(chunk, received)
+
+
+def _take(tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    """Overwrite ``tensors`` with the bytes that came for each: by one call for each dtype."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for tensor, part in zip(tensors, parts, strict=True):
+        own, theirs = by_dtype.setdefault(tensor.dtype, ([], []))
+        # Writing through .data doesn't count as a modification: autograd may have saved a buffer for backward, which
+        # does not use its values (batch statistics are saved apart).
+        own.append(tensor.data)
+        theirs.append(part.view(tensor.dtype).view(tensor.shape))
+    for own, theirs in by_dtype.values():
+        _foreach_copy(own, theirs)
 
 
 class ReplicaTensors:

@@ -47,7 +47,10 @@ class GradBucket:
         return self._bucket.is_last
 
     def buffer(self) -> Tensor:
-        """Return all gradients of the bucket, 1-D, not yet divided by the world size."""
+        """Return all gradients of the bucket, 1-D, not yet divided by the world size.
+
+        On an accelerator there are zeros between them: each begins at a multiple of 128 bytes.
+        """
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
@@ -58,8 +61,8 @@ class GradBucket:
         """Return the gradients in the buffer, one view for each parameter, in its shape."""
         if self._buffer is self._bucket.values:
             return list(self._bucket.views)
-        parts = self._buffer.split_with_sizes([param.numel() for param in self._bucket.params])
-        return [part.view(param.shape) for part, param in zip(parts, self._bucket.params, strict=True)]
+        pairs = zip(self._bucket.split(self._buffer), self._bucket.params, strict=True)
+        return [part.view(param.shape) for part, param in pairs]
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of the bucket."""

@@ -174,7 +174,9 @@ class DriftCheck:
         self._compared: range = range(0)
         #: The summed flags of the last comparison on a GPU, not read yet.
         self._unread: _Unread | None = None
-        self._began, self._spent, self._clock = 0.0, 0.0, _DeviceClock(accelerator.CPU)
+        self._began, self._spent = 0.0, 0.0
+        #: Times the last comparison's work on a GPU; None on a CPU, and where events tell no time.
+        self._stopwatch: accelerator.Stopwatch | None = None
         #: True if the parameters are on accelerators whose events tell how long work took.
         self._has_times = False
         #: Tells whether a graph is being captured; None on the CPU.
@@ -232,7 +234,8 @@ class DriftCheck:
     def fill(self, flags: Tensor) -> None:
         """Write the flags of this rank: 1-D [FLAGS], of any dtype and device."""
         self._began = time.perf_counter()
-        clock = _DeviceClock(flags.device if self._has_times else accelerator.CPU)
+        times_device = self._has_times and not flags.is_cpu
+        self._stopwatch = accelerator.Stopwatch(flags.device) if times_device else None
         if self._schedule.begins_round:
             self._begin_round()
         self._compared = self._schedule.take()
@@ -250,8 +253,8 @@ class DriftCheck:
             ones = [(digest >> bit) & 1 for bit in range(BITS)]
             own = torch.tensor([*ones, *[1 - one for one in ones], *votes], dtype=flags.dtype)
             flags.copy_(own, non_blocking=True)
-        clock.stop()
-        self._clock = clock
+        if self._stopwatch is not None:
+            self._stopwatch.stop()
         self._spent = time.perf_counter() - self._began
 
     def _begin_round(self) -> None:
@@ -274,7 +277,7 @@ class DriftCheck:
             The error to raise, on every rank, if the replicas differ.
         """
         begun = time.perf_counter()
-        unread = _Unread(flags, self._compared, self._schedule.step, self._clock)
+        unread = _Unread(flags, self._compared, self._schedule.step, self._stopwatch)
         if flags.device.type != "cpu":
             unread, self._unread = self._unread, unread  # type: ignore[assignment]
         if unread is None:
@@ -290,7 +293,8 @@ class DriftCheck:
             self._equal_at[index] = unread.step
         if not self._is_settled and len(self._parts) - 1 in unread.parts:
             self._is_settled, self._was_equal = True, frozenset(item.identity for item in self._holdings.items)
-        spent = max(self._spent + time.perf_counter() - begun, unread.clock.seconds())
+        on_device = 0.0 if unread.stopwatch is None else unread.stopwatch.seconds()
+        spent = max(self._spent + time.perf_counter() - begun, on_device)
         self._note_cost(spent, parts=max(1, len(unread.parts)))
         return None
 
@@ -371,28 +375,11 @@ class DriftCheck:
         )
 
 
-class _DeviceClock:
-    """Times work that is queued on a GPU, without waiting; does nothing on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._events = [] if device.type == "cpu" else [accelerator.mark(device, timed=True)]
-
-    def stop(self) -> None:
-        """Note that all the work is queued."""
-        if self._events:
-            self._events.append(accelerator.mark(self._device, timed=True))
-
-    def seconds(self) -> float:
-        """Return the time that the work took, once it is done; 0 on a CPU."""
-        return self._events[0].elapsed_time(self._events[1]) / 1e3 if self._events else 0.0
-
-
 class _Unread:
     """The summed flags of one comparison, on their way to the host."""
 
-    def __init__(self, flags: Tensor, parts: range, step: int, clock: _DeviceClock) -> None:
-        self.parts, self.step, self.clock = parts, step, clock
+    def __init__(self, flags: Tensor, parts: range, step: int, stopwatch: accelerator.Stopwatch | None) -> None:
+        self.parts, self.step, self.stopwatch = parts, step, stopwatch
         self._sums = accelerator.HostCopy((flags.detach().abs() > 0).to(torch.uint8))
 
     def read(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -11,14 +12,16 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.ddp.comm_hooks import CommHook, keeps_equal
+from lockstep.ddp.gradient_order import GradientOrder, is_worth
 from lockstep.ddp.hooks import Forward
 from lockstep.ddp.join import ReplicaJoinHook, shake_hands
-from lockstep.ddp.layout import lay_out
+from lockstep.ddp.layout import cut, lay_out
 from lockstep.ddp.members import tensors_of
 from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.synchroniser import Replicated
 from lockstep.errors import LockstepError
+from lockstep.step import gradient_order
 from lockstep.step.share import Items
 
 
@@ -35,6 +38,11 @@ class EveryStep:
         self._group, self._world_size = replica.group, dist.get_world_size(replica.group)
         self._in_hand = replica.in_hand()
         self._divides_by_initial_world_size = True
+        #: The names of the parameters in the order in which their gradients come, once the buckets are laid out by it.
+        self._order: list[str] | None = None
+        #: Learns that order in the first averaged backward; None: not, or not any more.
+        self._learning: GradientOrder | None = None
+        gradient_order.enter(replica.tensors.module(), self)
 
     def lay_out(
         self, module: nn.Module, params: list[Parameter], names: list[str]
@@ -42,6 +50,9 @@ class EveryStep:
         """Plan the buckets."""
         replica = self._replica
         replica.checks.look_at(params, names)
+        if self._order is not None and {*self._order} != {*names}:
+            self._order = None  # others are trained now
+        place = {name: position for position, name in enumerate(names)}
         reducer = lay_out(
             module,
             params,
@@ -50,8 +61,12 @@ class EveryStep:
             options=self._options,
             checks=replica.checks,
             batches=replica.in_hand() is not None,
+            order=None if self._order is None else [place[name] for name in self._order],
             listener=replica,
         )
+        self._learn_no_more()
+        if self._order is None and self._world_size > 1 and reducer.overlaps and len(reducer.buckets) > 1:
+            self._learning = GradientOrder(params, self._group)
         hooks = map(reducer.ready_hook, range(len(params)))
         return reducer, [
             param.register_post_accumulate_grad_hook(hook) for param, hook in zip(params, hooks, strict=True)
@@ -115,6 +130,8 @@ class EveryStep:
                 "not know that the others count items. Let lockstep.shard cut the batches, so that every rank takes "
                 "every step"
             )
+        if self._learning is not None:
+            self._learning.begin()
         self._replica.reducer.begin(
             sync=forward.sync,
             weight=forward.weight,
@@ -133,6 +150,41 @@ class EveryStep:
         # follows sees the same buffers on every rank and needs no communication. See Note [Buffers] in api.py.
         if forward.sends_buffers and not self._replica._join_config.enable:
             self._replica.tensors.send_buffers(0)
+        if self._learning is not None and not self._replica._join_config.enable:
+            self._learn_order(self._learning)
+
+    # The order of gradients: see Note [Order of gradients] ------------------------------------------------------------
+
+    def _learn_order(self, learning: GradientOrder) -> None:
+        """**Collective.** Lay the buckets out by the order in which the gradients have come, if that is worth it."""
+        reducer = self._replica.reducer
+        self._learn_no_more()
+        if reducer.hook_name():
+            return
+        order = learning.agree()
+        plan = [bucket.positions for bucket in reducer.buckets]
+        dense = sorted(position for bucket in plan for position in bucket)
+        new = cut(reducer.params, dense, caps=self._options.bucket_caps, order=order)
+        if is_worth(plan, new, order=order, sizes=[param.nbytes for param in reducer.params]):
+            self.take_order([reducer.names[position] for position in order])
+
+    def _learn_no_more(self) -> None:
+        if self._learning is not None:
+            self._learning.close()
+            self._learning = None
+
+    @property
+    def order(self) -> Sequence[str] | None:
+        """See :class:`~lockstep.step.gradient_order.OrderedGradients`."""
+        return self._order
+
+    def take_order(self, names: Sequence[str] | None) -> None:
+        """See :class:`~lockstep.step.gradient_order.OrderedGradients`."""
+        reducer, order = self._replica.reducer, None if names is None else [*names]
+        fits = order is None or sorted(order) == sorted(reducer.names)
+        if order != self._order and fits and reducer.overlaps and not reducer.hook_name():
+            self._order = order
+            self._replica.lay_out_anew()
 
     # What users ask for -----------------------------------------------------------------------------------------------
 
@@ -149,7 +201,11 @@ class EveryStep:
             self._replica.compare_no_more()
 
     def release(self) -> None:
-        """Do nothing: the reducer is freed."""
+        """Learn no more, and tell checkpoints of no order."""
+        self._learn_no_more()
+        module = self._replica.module
+        if module is not None:
+            gradient_order.leave(module)
 
     # Join: see Joiner -------------------------------------------------------------------------------------------------
 

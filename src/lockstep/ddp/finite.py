@@ -5,17 +5,23 @@ Note [Looking at gradients]
 An infinite or NaN value survives a sum, so a finite sum of a bucket proves that it holds none, in a fraction of the
 time that looking at each element takes; only if the sum is not finite is each element looked at. (Finite gradients near
 the end of their dtype's range may have an infinite sum. Then nothing is found, and nothing happens.)
+
+On an accelerator the host would wait for backward at each bucket. There the greatest magnitude of each gradient, by one
+kernel for all of a bucket, becomes its flag without being read: times 0 it is 0, or NaN if it is not finite. All flags
+are read at once, at the end of backward, and a rank's own magnitudes only where some rank has set one.
 """
 
 from __future__ import annotations
 
+import math
 from cmath import isfinite
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep import callsite
+from lockstep import _torch, callsite
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.looks import total_of
 from lockstep.ddp.bucket import Bucket
@@ -25,6 +31,7 @@ from lockstep.errors import NonFiniteGradient
 from lockstep.job import flight, notes
 from lockstep.text import listed
 
+_foreach_norm = _torch.foreach_norm()
 #: Number of steps skipped in a row at which training stops with an error.
 MOST_SKIPPED = 100
 
@@ -32,6 +39,13 @@ MOST_SKIPPED = 100
 def is_finite(values: Tensor) -> bool:
     """Return whether all of ``values`` are finite; see Note [Looking at gradients]. Waits for their device."""
     return isfinite(total_of(values).item()) or bool(values.isfinite().all())
+
+
+def _magnitudes_of(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the greatest magnitude in each of ``grads``, of any shapes (0-dim); waits for nothing."""
+    parts = [torch.view_as_real(each) if each.is_complex() else each for each in grads]
+    filled = iter(_foreach_norm([part for part in parts if part.numel()], math.inf))
+    return [next(filled) if part.numel() else part.sum() for part in parts]
 
 
 def words_for(found: Mapping[int, Sequence[str]]) -> str:
@@ -66,6 +80,9 @@ class FiniteCheck:
         self._mine: list[str] = []
         #: True if any rank has flagged a gradient of the backward under way; the same on all ranks.
         self._is_flagged = False
+        #: The flags of all ranks that devices hold, bucket by bucket; this rank's magnitudes, with their names.
+        self._unread: list[Tensor] = []
+        self._magnitudes: list[tuple[list[str], Tensor]] = []
         self._skipped_in_a_row = 0
 
     def width(self, parameters: int, *, is_last: bool) -> int:  # noqa: ARG002  (as the protocol has it)
@@ -74,6 +91,14 @@ class FiniteCheck:
 
     def write(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:
         """See :class:`~lockstep.ddp.rider.Rider`."""
+        if not bucket.flat.is_cpu:
+            if not bucket.index:
+                self._magnitudes.clear()  # of a backward that failed
+            names = [sending.name_of(bucket, slot) for slot in range(len(bucket))]
+            magnitudes = torch.stack(_magnitudes_of(bucket.views))
+            self._magnitudes.append((names, magnitudes))
+            flags.copy_(magnitudes * 0)
+            return
         if is_finite(bucket.values):
             return
         bad = [slot for slot, view in enumerate(bucket.views) if not is_finite(view)]
@@ -86,12 +111,23 @@ class FiniteCheck:
         Raises:
             NonFiniteGradient: as :meth:`verdict`.
         """
-        self._is_flagged |= bool(flags.any())
+        if bucket.flat.is_cpu:
+            self._is_flagged |= bool(flags.any())
+        else:
+            self._unread.append(flags)
         if bucket.is_last:
             self.alone(sending)
 
     def alone(self, sending: BackwardState) -> None:
         """See :class:`~lockstep.ddp.rider.Rider`."""
+        unread, self._unread = self._unread, []
+        magnitudes, self._magnitudes = self._magnitudes, []
+        if unread:
+            device = unread[0].device
+            self._is_flagged |= bool(torch.cat([(each != 0).to(device) for each in unread]).any())
+        if self._is_flagged:
+            for names, own in magnitudes:
+                self._mine += [name for name, each in zip(names, own.tolist(), strict=True) if not isfinite(each)]
         sending.skipped |= self.verdict(flagged=self._is_flagged, whoami=sending.whoami)
 
     def inspect_rows(self, rows: Tensor, name: str) -> bool:

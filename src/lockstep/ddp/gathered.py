@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lockstep import _torch
-from lockstep.comm.exchange import all_gather_records, all_gather_tensors, group_device
+from lockstep.comm.exchange import all_gather_records, all_gather_tensors, carrier
 from lockstep.comm.init import current_world
 from lockstep.comm.waiting import wait_for
 from lockstep.comm.world import World
@@ -55,7 +55,7 @@ def gathered(rows: Tensor) -> Tensor:
 
     Raises:
         LockstepError: ``lockstep.init()`` has not been called, or a slice is in hand, which lacks samples.
-        ValueError: the ranks' rows have other shapes or dtypes than each other; on every rank.
+        ValueError: the ranks' rows have other shapes, dtypes or kinds of device than each other; on every rank.
         CollectiveTimeout, PeerLost: another rank is late or gone.
     """
     world = current_world()
@@ -89,15 +89,17 @@ def _kinds(rows: Tensor, world: World) -> _Kinds:
     share = world.share
     items = share if isinstance(share, Items) else None
     counts_nothing = rows.dim() == 0 or not rows.is_floating_point()
-    kind = [list(rows.shape[1:]), str(rows.dtype).removeprefix("torch."), counts_nothing]
+    kind = [list(rows.shape[1:]), str(rows.dtype).removeprefix("torch."), counts_nothing, rows.device.type]
     part = 1.0 if share is None else share.local_samples
     told = all_gather_records([kind, rows.shape[0] if rows.dim() else 0, part, items is not None], world.group)
     whoami = f"rank {world.rank} of {world.world_size}: lockstep.gathered()"
     if any(each[0] != told[0][0] or each[0][2] for each in told):
-        shown = ", ".join(f"rank {rank}: [{each[1]}, *{each[0][0]}] of {each[0][1]}" for rank, each in enumerate(told))
+        shown = ", ".join(
+            f"rank {rank}: [{each[1]}, *{each[0][0]}] of {each[0][1]} on {each[0][3]}" for rank, each in enumerate(told)
+        )
         raise ValueError(
-            f"{whoami} takes rows of floating-point numbers of the same shape and dtype on every rank; only their "
-            f"number may differ ({shown})"
+            f"{whoami} takes rows of floating-point numbers of the same shape, dtype and kind of device on every rank; "
+            f"only their number may differ ({shown})"
         )
     if any(each[3] != told[0][3] for each in told):
         raise LockstepError(f"{whoami}: world.weigh() was called on some ranks and not on others")
@@ -119,7 +121,8 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, kinds: _Kinds, world: World) -> Tensor:
         ctx.kinds, ctx.world = kinds, world
-        parts = [part for part in all_gather_tensors(rows, world.group) if part is not None]
+        device = carrier(rows.device.type, world.group)
+        parts = [part for part in all_gather_tensors(rows, world.group, device=device) if part is not None]
         return torch.cat([part.to(rows.device) for part in parts])
 
     @staticmethod
@@ -134,7 +137,7 @@ class _Gathered(torch.autograd.Function):
                 f"{whoami}: world.weigh() was called after the rows were gathered, and they were weighted by the share "
                 "known then: call it before lockstep.gathered()"
             )
-        total = gradients[0].to(group_device(world.group), copy=True).contiguous()
+        total = gradients[0].to(carrier(gradients[0].device.type, world.group), copy=True).contiguous()
         wait_for(
             lambda: dist.all_reduce(total, group=world.group), lambda: f"{whoami}, adding up gradients in backward"
         )

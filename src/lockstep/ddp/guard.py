@@ -16,14 +16,16 @@ The origin of the value: over "shm" the rank that adds up a piece of a bucket se
 (``comm/looks.py``); otherwise each rank looks at its own gradients before it sends them, and sets a flag. After steps
 in slices, and alone in the world, the gradients are looked at in front of the optimizer's step.
 
-On a GPU, reading a flag would wait for the device. There the flag is copied to host memory behind the queued work and
-read a backward later, when the step has been taken. Then the parameters are looked at: if they are not finite, all
-ranks raise. The same goes for parameters that were stepped by other means than a torch optimizer.
+On a GPU, reading a flag would wait for the device. There the greatest magnitude of all averages, by one kernel for all
+buckets, is copied to host memory behind the queued work and read a backward later, when the step has been taken. Then
+the parameters are looked at: if they are not finite, all ranks raise. The same goes for parameters that were stepped by
+other means than a torch optimizer.
 """
 
 from __future__ import annotations
 
 import cmath
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
@@ -31,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lockstep import accelerator, callsite
@@ -78,8 +81,10 @@ class StepGuard:
         self._is_suspect = False
         #: Tells whether a graph is being captured; None on the CPU.
         self._captures: Callable[[], bool] | None = None
-        #: Flags of the last average that are on their way from a GPU.
+        #: The magnitude of the last averages, on its way from a GPU.
         self._unread: list[_Unread] = []
+        #: The averages on devices in the buckets that were read so far in the current backward.
+        self._on_devices: list[Tensor] = []
         #: Number of averages in a row for which a step was left out, and whether the current one is counted in it.
         self._in_a_row = 0
         self._is_counted = False
@@ -107,16 +112,14 @@ class StepGuard:
         if bucket.look is not None and not sending.is_hooked:
             if bucket.look.is_suspicious:
                 bucket.look.begin()  # it looks while the sum is made
-        elif bucket.flat.device.type != "cpu":
-            flags.copy_(_doubt(bucket.values))
-        elif not cmath.isfinite(total_of(bucket.values).item()):
+        elif bucket.flat.is_cpu and not cmath.isfinite(total_of(bucket.values).item()):
             bad = {sending.name_of(bucket, slot) for slot, view in enumerate(bucket.views) if not is_finite(view)}
             if bad:
                 flags.fill_(1)
                 self._seen.setdefault(self._rank, set()).update(bad)
 
     def read(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:
-        """See :class:`~lockstep.ddp.rider.Rider`. On a GPU the flags are read in the next backward.
+        """See :class:`~lockstep.ddp.rider.Rider`. What a GPU sees in the averages is read in the next backward.
 
         Raises:
             NonFiniteGradient: as :meth:`_conclude`.
@@ -128,11 +131,14 @@ class StepGuard:
                 bad = {sending.name_of(bucket, slot) for slot in slots if slot < len(bucket)}
                 self._seen.setdefault(rank, set()).update(bad)
             self._unclear |= {sending.name_of(bucket, slot) for slot in bucket.look.unclear if slot < len(bucket)}
-        elif bucket.flat.device.type != "cpu":
-            self._read_later(_doubt(bucket.values) if sending.is_hooked else flags, of_this=True)
+        elif not bucket.flat.is_cpu:
+            self._on_devices.append(bucket.values)
         else:  # a comm hook may return values that are not finite, whatever it was given
             self._is_flagged |= flags.item() != 0 or (sending.is_hooked and not is_finite(bucket.values))
         if bucket.is_last:
+            averages, self._on_devices = self._on_devices, []
+            if averages:
+                self._look_later(averages, of_this=True)
             self._conclude(sending.whoami)
 
     def alone(self, sending: BackwardState) -> None:
@@ -182,10 +188,10 @@ class StepGuard:
         self._is_suspect = self._is_counted = False
         alert(self)
 
-    def _read_later(self, flag: Tensor, *, of_this: bool) -> None:
-        """Read a flag from a GPU at the end of the next backward; ``of_this``: it is of the backward under way."""
+    def _look_later(self, averages: Sequence[Tensor], *, of_this: bool) -> None:
+        """Have a GPU look at averages, to hear at the end of the next backward; ``of_this``: they are of this one."""
         if not self._is_captured():
-            self._unread.append(_Unread(flag, is_older=not of_this))
+            self._unread.append(_Unread(averages, is_older=not of_this))
 
     def _is_captured(self) -> bool:
         """Return whether a graph is being captured, while which nothing may be read."""
@@ -240,7 +246,7 @@ class StepGuard:
             return
         if not all(param.is_cpu for param in mine):
             if not self._unread:  # otherwise each bucket has been looked at
-                self._read_later(_doubts(_dense(mine)), of_this=False)
+                self._look_later(_dense(mine), of_this=False)
             return
         if _are_sound(mine):
             self._in_a_row = 0
@@ -302,32 +308,26 @@ def _are_sound(params: Iterable[Tensor]) -> bool:
     return all(cmath.isfinite(total_of(torch.cat(those)).item()) for those in small.values())
 
 
-def _doubt(values: Tensor) -> Tensor:
-    """Return a number that is not 0 if any of ``values`` may not be finite (0-dim); waits for nothing."""
-    total = total_of(values)
-    total = torch.view_as_real(total).sum() if total.is_complex() else total
-    return (total * 0).nan_to_num(nan=1.0)
-
-
-def _doubts(grads: Sequence[Tensor]) -> Tensor:
-    """Return as :func:`_doubt` does, for several gradients (0-dim, on the first one's device)."""
-    small = [grad.reshape(-1) for grad in grads if grad.numel() < SMALL]
-    kinds = dict.fromkeys((grad.dtype, grad.device) for grad in small)
-    joined = [torch.cat([grad for grad in small if (grad.dtype, grad.device) == kind]) for kind in kinds]
-    doubts = [_doubt(each) for each in (*joined, *(grad for grad in grads if grad.numel() >= SMALL))]
-    if len(doubts) == 1:
-        return doubts[0]
-    return torch.stack([each.to(doubts[0].device, torch.float32) for each in doubts]).sum()
+def _magnitude(values: Iterable[Tensor]) -> Tensor:
+    """Return the greatest magnitude in ``values``: infinite or NaN if one of them is (0-dim); waits for nothing."""
+    parts = [torch.view_as_real(each) if each.is_complex() else each for each in values if each.numel()]
+    magnitude: Tensor = get_total_norm(parts, math.inf)
+    return magnitude
 
 
 class _Unread:
-    """A flag on its way from a GPU to the host."""
+    """The magnitude of averages, on its way from a GPU to the host.
 
-    def __init__(self, flag: Tensor, *, is_older: bool) -> None:
-        #: True if the flag is of an earlier backward than the one under way.
+    Args:
+        averages: of any shapes and dtypes.
+        is_older: whether they are of an earlier backward than the one under way.
+    """
+
+    def __init__(self, averages: Iterable[Tensor], *, is_older: bool) -> None:
+        #: True if they are of an earlier backward than the one under way.
         self.is_older = is_older
-        self._flag = accelerator.HostCopy(flag)
+        self._magnitude = accelerator.HostCopy(_magnitude(averages))
 
     def read(self) -> bool:
-        """Return whether the flag is set."""
-        return bool(self._flag.read().any())  # which waits for work of an earlier step
+        """Return whether one of the averages is not finite."""
+        return not math.isfinite(self._magnitude.read())  # which waits for work of an earlier step

@@ -30,6 +30,7 @@ def lay_out(
     options: ReplicaOptions,
     checks: GradientChecks,
     batches: bool,
+    order: Sequence[int] | None = None,
     listener: BackwardListener,
 ) -> Reducer:
     """Return the reducer that averages the gradients of ``params``.
@@ -42,6 +43,7 @@ def lay_out(
         options: the replica's options.
         checks: the checks that look at the gradients on the way.
         batches: whether the ranks have batches that they can compare.
+        order: the positions of the parameters in the order in which their gradients come; None: it is not known.
         listener: as for :class:`Reducer`.
     """
     sparse_ids = sparse_parameters(module)
@@ -49,11 +51,7 @@ def lay_out(
     dense = [i for i, param in enumerate(params) if id(param) not in sparse_ids]
     memory = _choose_memory([params[i] for i in dense], group, options)
     overlap = memory is None and options.overlap is not False
-    plan = plan_buckets(
-        [ParameterSpec.of(params[i]) for i in dense],
-        caps=options.bucket_caps if memory is None else [_ALL],
-    )
-    positions = [[dense[i] for i in bucket] for bucket in plan]
+    positions = cut(params, dense, caps=options.bucket_caps if memory is None else [_ALL], order=order)
     riders = checks.riders(params[positions[-1][0]] if positions else None, batches=batches)
     return Reducer(
         params,
@@ -78,6 +76,23 @@ def lay_out(
         absent=AbsentGradients(params) if overlap and len(positions) > 1 else None,
         listener=listener,
     )
+
+
+def cut(
+    params: Sequence[Parameter], chosen: Sequence[int], *, caps: Sequence[int], order: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Return the positions of the parameters of each bucket; see :func:`~lockstep.ddp.bucket.plan_buckets`.
+
+    Args:
+        params: the parameters.
+        chosen: the positions of those that are to be in buckets.
+        caps: as for ``plan_buckets``.
+        order: all positions in the order in which their gradients come; None: from the last.
+    """
+    index = {position: i for i, position in enumerate(chosen)}
+    by_index = None if order is None else [index[position] for position in order if position in index]
+    plan = plan_buckets([ParameterSpec.of(params[i]) for i in chosen], caps=caps, order=by_index)
+    return [[chosen[i] for i in bucket] for bucket in plan]
 
 
 def sparse_parameters(module: nn.Module) -> set[int]:

@@ -146,13 +146,16 @@ def _norm_of(values: Tensor, norm_type: float) -> Tensor:
 
 
 def _in_buckets(params: Sequence[Tensor]) -> tuple[list[Bucket], list[Tensor]]:
-    """Return the buckets that hold nothing but gradients of ``params``, as they are now, and the other parameters."""
+    """Return the buckets that hold nothing but gradients of ``params``, as they are now, and the other parameters.
+
+    (Not those with gaps: an accelerator takes a list of gradients by one kernel.)
+    """
     left: dict[int, Any] = {id(param): param for param in params}
     found: list[Bucket] = []
     for replica in replicas():
         for bucket in replica.reducer.buckets:
             pairs = zip(bucket.params, bucket.views, strict=True)
-            if bucket.params and all(id(param) in left and param.grad is view for param, view in pairs):
+            if not bucket.has_gaps and all(id(param) in left and param.grad is view for param, view in pairs):
                 found.append(bucket)
                 for param in bucket.params:
                     del left[id(param)]

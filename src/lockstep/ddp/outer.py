@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.exchange import issue_gather
 from lockstep.comm.labels import labelled
 from lockstep.comm.waiting import wait_for
 from lockstep.ddp.compression import BLOCK, Compression, decode, encode
@@ -172,7 +173,7 @@ class OuterExchange:
         mine = torch.tensor(standing, dtype=torch.int64, device=self._device)
         told = torch.empty(count, len(standing), dtype=torch.int64, device=self._device)
         self.sent += (count - 1) * mine.nbytes
-        yield lambda: dist.all_gather([*told.unbind(0)], mine, group=group, async_op=True)
+        yield lambda: issue_gather(told, mine, group)
         standings = tuple(Standing(*row) for row in told.tolist())
         self._refuse(standings)
         trained = sum(standing.steps > 0 for standing in standings)
@@ -194,7 +195,7 @@ class OuterExchange:
         error[self._rank] += (total - decode(average, self._compression))[0] * trained
         gathered = torch.empty_like(sending)
         self.sent += (count - 1) * average.nbytes
-        yield lambda: dist.all_gather([*gathered.unbind(0)], average[0], group=group, async_op=True)
+        yield lambda: issue_gather(gathered, average[0], group)
         decoded = decode(gathered, self._compression).view(-1)[: self._length]
         return RoundOutcome(standings, decoded, error.view(-1))
 

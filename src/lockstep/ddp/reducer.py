@@ -27,6 +27,10 @@ counted enough events. From then on large gradients are copied into their bucket
 cache, and their memory is free for the next. A portion that arrives for a gradient that was already copied or sent (a
 graph that changed later on) is an error: that was not the whole gradient. ``overlap=False`` issues all at the end.
 
+Where portions may still come, in the first backward and in such buckets, a large gradient moves into its bucket as it
+is, if gradients are views of it: autograd adds the other portions there, and the factor follows when the bucket is
+filled. So the first step needs no more memory than the others.
+
 Note [Accumulated weights]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 A backward's gradients count ``w`` (Note [Exact mean]), and the reducer multiplies by it once, when it fills a bucket.
@@ -138,7 +142,8 @@ class Reducer:
         at_once = any(bucket.sum_up is not None for bucket in buckets)  # see Note [One reduction]
         self._in_portions: set[int] = set() if overlap or at_once else set(range(len(params)))
         self._learned = False
-        self._packs_early = False
+        #: True if large gradients go into their buckets as they come.
+        self._moves = False
         #: Predicts gradients that will not come; the positions of those in the backward under way.
         self._absent, self._absent_now = absent, set[int]()
         self._lock = threading.Lock()
@@ -152,6 +157,11 @@ class Reducer:
     def step(self) -> int:
         """Return the number of synchronised backwards that have ended."""
         return self._all.step
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the parameters' names."""
+        return self._all.names
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -224,7 +234,7 @@ class Reducer:
 
     def _open(self, *, sync: bool, factor: float, divisor: int | None, kept: dict[int, Tensor], discards: bool) -> None:
         self._begun += sync
-        self._packs_early = sync and self._learned and self._all.sends and factor != 0
+        self._moves = sync and self._all.sends and factor != 0
         backward = Backward(
             self._all,
             sync=sync,
@@ -235,7 +245,7 @@ class Reducer:
             number=self._begun,
         )
         if sync:
-            backward.leave_to_holders()
+            backward.prepare()
         self.backward = backward
 
     def require_sync(self) -> None:
@@ -245,7 +255,7 @@ class Reducer:
             backward.factor *= self._weigh_item()
             self._begun += 1
             backward.sync, backward.number = True, self._begun
-            backward.leave_to_holders()
+            backward.prepare()
 
     def ready_hook(self, position: int) -> Callable[[object], None]:
         """Return the hook to call when parameter ``position`` has got a gradient; its argument is ignored.
@@ -282,13 +292,11 @@ class Reducer:
             if self.backward is None:
                 self._begin_unannounced()
             append(position)
-            if (
-                self._packs_early
-                and position not in self._in_portions
-                and not torch.is_grad_enabled()
-                and not _has_other_hooks(param)
-            ):
-                bucket.pack_early(slot, self._present().scale(bucket), as_view=self._all.as_view)
+            if self._moves and not torch.is_grad_enabled() and not _has_other_hooks(param):
+                if self._learned and position not in self._in_portions:
+                    bucket.pack_early(slot, self._present().scale(bucket), as_view=self._all.as_view)
+                elif self._all.as_view:
+                    bucket.adopt(slot)
             if len(arrived) >= bucket.expected:
                 self._issue_full_buckets()
 
@@ -389,6 +397,18 @@ class Reducer:
         if old._all.pending:
             self._all.pending = {i for i, param in enumerate(self.params) if param.grad is not None}
         self._weights.take_over(old._weights)
+        if len(self.params) == len(old.params) and all(map(operator.is_, self.params, old.params)):
+            self._take_over_gradients(old)
+
+    @torch.no_grad()
+    def _take_over_gradients(self, old: Reducer) -> None:
+        """Continue with the same parameters in other buckets, to which their gradients move."""
+        self._learned = old._learned
+        for bucket in self._all.buckets:
+            if not old._in_portions.isdisjoint(bucket.positions):
+                self._stays_late(bucket)
+            for slot in range(len(bucket)) if self._all.as_view else ():
+                bucket.adopt(slot)
 
     def free(self) -> None:
         """Make the gradients separate tensors, and let the buckets' memory go."""
@@ -399,7 +419,7 @@ class Reducer:
 
     def bucket_bytes(self) -> list[int]:
         """Return the bytes of gradients in each bucket, in order of reduction."""
-        return [bucket.values.numel() * bucket.values.element_size() for bucket in self._all.buckets]
+        return [bucket.numel * bucket.values.element_size() for bucket in self._all.buckets]
 
     def hook_name(self) -> str:
         """Return the name of the comm hook, empty without one."""

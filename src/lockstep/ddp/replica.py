@@ -135,6 +135,13 @@ class Replica(Joinable, BackwardListener):
             self._slices.turn_to_new_layout()
         self._watch.turn_to(self.reducer.params)
 
+    def lay_out_anew(self) -> None:
+        """Lay the buckets of the same parameters out anew, between two backwards: the synchroniser plans otherwise."""
+        old = self.reducer
+        self._remove_hooks()
+        self.reducer, self._handles = self._sync.lay_out(self.tensors.module(), old.params, [*old.names])
+        self.reducer.take_over(old)
+
     def _close(self) -> None:
         if self._slices is not None:
             ending.say_now(self._slices.number, self)

@@ -198,8 +198,8 @@ class Unmoved:
         for (name, param), version, address in zip(self._named, versions, addresses, strict=True):
             if param._version != version or param.data_ptr() != address:
                 return name
-        if self._probed is not None:
-            for (name, _), one, two in zip(self._named, self._probed, self._probe(), strict=True):
+        if self._probed is not None and not _are_same(self._probed, now := self._probe()):
+            for (name, _), one, two in zip(self._named, self._probed, now, strict=True):
                 if not torch.equal(one, two):
                     return name
         return None
@@ -208,10 +208,19 @@ class Unmoved:
         return [_some_bytes(param) for _, param in self._named]
 
 
+def _are_same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return whether tensors of bytes, each on the same device as the other one, are the same; one wait per device."""
+    devices = {each.device for each in ones}
+    joined = (
+        [torch.cat([each for each in them if each.device == place]) for place in devices] for them in (ones, others)
+    )
+    return all(map(torch.equal, *joined))
+
+
 def _some_bytes(param: Parameter) -> Tensor:
     """Return a few elements, bit by bit; a copy."""
     if param.layout != torch.strided or not param.numel():
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.uint8)
     data = param.detach()
     flat = data.view(-1) if data.is_contiguous() else data.flatten()[:_PROBES]
     return flat[:: max(1, len(flat) // _PROBES)].clone().view(torch.uint8)

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lockstep import _torch
+from lockstep.comm.exchange import issue_gather
 from lockstep.comm.init import current_world
 from lockstep.comm.waiting import wait_for
 from lockstep.step.share import BatchesInHand, Items
@@ -219,9 +220,8 @@ def _gather_statistics(values: Tensor, group: dist.ProcessGroup, whoami: str) ->
     """**Collective.** Return the statistics of all ranks; see Note [Synchronised statistics]."""
     channels = values.shape[1]
     own = _own_moments(values)
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    wait_for(lambda: dist.all_gather(rows, own, group=group), lambda: f"{whoami}, gathering statistics")
-    table = torch.stack(rows)
+    table = own.new_empty(dist.get_world_size(group), len(own))
+    wait_for(lambda: issue_gather(table, own, group).wait(), lambda: f"{whoami}, gathering statistics")
     counts, means, squares = table[:, :1], table[:, 1 : channels + 1], table[:, channels + 1 :]
     count = counts.sum(0)
     mean = (counts * means).sum(0) / count

@@ -163,7 +163,8 @@ class SlicedStep:
         gather: how they tell each other how their slices went.
         key: identifies the step on all ranks: the epoch, the number of the batch, and of the pass over it.
         cut: its slices.
-        measures: count how long a GPU is at the slices, and not how long it takes to launch them; it is waited for.
+        measures: count how long a GPU is at the slices, and not how long it takes to launch them; it is waited for at
+            the step's end.
         may_fail: memory may run out, and the step be taken again: what its end needs is to be there at its beginning.
     """
 
@@ -188,7 +189,12 @@ class SlicedStep:
         #: Seconds that each rank spent on its slices; known at the end.
         self.seconds: list[float] = []
         self._spent = 0.0
-        self._waits = measures and world.device.type != "cpu"
+        measures = measures and world.device.type != "cpu"
+        #: The time that a GPU was at each slice; None: not measured, or by waiting for each where events tell no time.
+        self._stopwatches: list[accelerator.Stopwatch] | None = None
+        if measures and accelerator.has_times(world.device):
+            self._stopwatches = []
+        self._waits = measures and self._stopwatches is None
         #: Number of a member that took part -> its record: of this rank, at the end of all ranks.
         self.said: dict[int, Any] = {}
         #: Number of a member -> its records of all ranks on which it took part; known at the end.
@@ -258,6 +264,8 @@ class SlicedStep:
     def slice(self, number: int) -> Iterator[None]:
         """Have slice ``number`` in hand."""
         self.number, begun = number, time.perf_counter()
+        if self._stopwatches is not None:
+            self._stopwatches.append(accelerator.Stopwatch(self.world.device))
         try:
             yield
             for member in _living():
@@ -267,6 +275,8 @@ class SlicedStep:
         finally:
             self.number = None
             self._spent += time.perf_counter() - begun
+            if self._stopwatches is not None:
+                self._stopwatches[-1].stop()
 
     def abandon(self) -> None:
         """Leave the step: nothing of it stays."""
@@ -324,7 +334,8 @@ class SlicedStep:
     def _tell(self, failure: str | None) -> list[list[Any]]:
         losses = {number: float(loss) for number, loss in self._losses.items()} if failure is None else {}
         said = dict(self.said)
-        mine = [self.key, failure, self.items, said, self._spent, _made, self._mistake, losses]
+        spent = self._spent if self._stopwatches is None else sum(each.seconds() for each in self._stopwatches)
+        mine = [self.key, failure, self.items, said, spent, _made, self._mistake, losses]
         if self.world.world_size == 1:
             return [mine]
         told = self._gather(mine, "the end of a step in slices")

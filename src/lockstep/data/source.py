@@ -18,8 +18,8 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 from lockstep.data.contents import contents_of
 from lockstep.data.costs import SampleCosts, read_costs
 from lockstep.data.order import read_shares, share_bounds
-from lockstep.data.split import Split
 from lockstep.data.seeding import parts_of_sampler
+from lockstep.data.split import Split
 
 #: Fact that differs between ranks -> the remedy; "" for all facts about the dataset's contents.
 REMEDIES = {

@@ -10,12 +10,9 @@ import io
 import os
 import pickle
 import sys
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from lockstep.errors import said
-
-if TYPE_CHECKING:
-    import torch
 
 # Note [Values that can't be sent]
 # --------------------------------
@@ -99,8 +96,8 @@ class _Pickler(pickle.Pickler):
         return _on_cpu(self._torch, value).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
-def _on_cpu(torch_module: Any, value: torch.Tensor) -> torch.Tensor:
-    there: torch.Tensor = value.detach().cpu()
+def _on_cpu(torch_module: Any, value: Any) -> Any:
+    there = value.detach().cpu()
     if isinstance(value, torch_module.nn.Parameter):
-        return torch_module.nn.Parameter(there, requires_grad=value.requires_grad)  # type: ignore[no-any-return]
+        return torch_module.nn.Parameter(there, requires_grad=value.requires_grad)
     return there.requires_grad_(value.requires_grad)

@@ -210,6 +210,50 @@ def test_outputs_of_a_loader_come_in_the_order_of_the_data_set(world_size: int, 
     run_ranks(_gather, world_size, window)
 
 
+class ByParity:
+    """Batches of even numbers, then of odd ones, of sizes from 5 to 1; and some numbers again."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rest = [*range(0, _SAMPLES, 2), *range(1, _SAMPLES, 2), 7, 3]
+        size = 5
+        while rest:
+            yield rest[:size]
+            rest, size = rest[size:], size - 1 or 5
+
+
+def _gather_by_index(window: int) -> None:
+    w = lockstep.init()
+    gathering.WINDOW = window
+    data = TensorDataset(torch.arange(_SAMPLES))
+    costs = [1.0 + index * 5 % 7 for index in range(_SAMPLES)]
+    loader = lockstep.shard(DataLoader(data, batch_size=6, shuffle=True), costs=costs)
+    for _ in range(2):
+        found = w.gather_in_order([_answer(numbers) for (numbers,) in loader], loader)
+        assert (found is None) == (w.rank != 0)
+        if found is not None:
+            _refuse_other_than(_answer(torch.arange(_SAMPLES)), found)
+    drawn = sorted([*range(_SAMPLES), 7, 3])
+    for options in ({}, {"costs": costs}, {"costs": lambda index: costs[index]}):
+        loader = lockstep.shard(DataLoader(data, batch_sampler=ByParity(), num_workers=len(options)), **options)
+        outputs = [numbers for (numbers,) in loader]
+        found = w.gather_in_order(outputs, loader)
+        assert found is None or found.tolist() == drawn
+        found = w.gather_in_order([int(number) for numbers in outputs for number in numbers], loader, per="sample")
+        assert found is None or found == drawn
+    loader = lockstep.shard(DataLoader(data, batch_size=6, drop_last=True), costs=costs)
+    with pytest.raises(ValueError, match="has 23 samples, and the ranks were given 18 of them"):
+        w.gather_in_order([numbers for (numbers,) in loader], loader)
+
+
+@_on_ranks
+@pytest.mark.parametrize("window", [40, 2**24])
+@OVER_BOTH
+def test_outputs_of_parts_of_equal_cost_and_of_drawn_batches_come_by_their_indices(
+    world_size: int, window: int
+) -> None:
+    run_ranks(_gather_by_index, world_size, window)
+
+
 def _gather_splits(length: int) -> None:
     w = lockstep.init()
     whole = [*range(length)]

@@ -77,6 +77,12 @@ class EpochBatches(Protocol):
         """A digest of what the user's sampler drew, to be found again at a resume; None: there is no such sampler."""
         ...
 
+    @property
+    def order(self) -> torch.Tensor | None:
+        """The indices of the epoch's samples, in the order in which they are used: int64 of shape (samples,); None:
+        they are drawn, and were not known before."""
+        ...
+
     def from_number(self, number: int) -> Iterator[GlobalBatch]:
         """Return the batches from ``number`` on."""
         ...
@@ -113,7 +119,7 @@ class CutOrder:
         costs: SampleCosts | None = None,
         drawn: str | None = None,
     ) -> None:
-        self._order, self._batch_size, self._first = order, batch_size, cursor
+        self.order, self._batch_size, self._first = order, batch_size, cursor
         self._costs = None if costs is None or costs.is_told_by_rank_0 else costs
         count = batch_count(order.numel(), batch_size=batch_size, drop_last=drop_last, start=cursor.samples)
         self._end = cursor.batches + count
@@ -130,7 +136,7 @@ class CutOrder:
     def batch(self, number: int) -> GlobalBatch:
         """See :class:`EpochBatches`."""
         begin = self._first.samples + (number - self._first.batches) * self._batch_size
-        indices = self._order[begin : begin + self._batch_size]
+        indices = self.order[begin : begin + self._batch_size]
         return GlobalBatch(number, begin, indices, None if self._costs is None else self._costs.of(indices))
 
 
@@ -322,6 +328,7 @@ class DrawnBatches:
         self._world, self._loader, self._ahead = shipping.world, shipping.loader, shipping.ahead
         self._begin, self._cursor = begin, cursor
         self.drawn, self._is_chained = drawn, is_chained
+        self.order: torch.Tensor | None = None
         costs = shipping.costs
         self._costs = None if costs is None or costs.is_told_by_rank_0 else costs
         self._drawing: Drawing | None = None

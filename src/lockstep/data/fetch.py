@@ -94,6 +94,8 @@ class Fetched(NamedTuple):
     numbers: Sequence[int] = ()
     #: The number of samples of each slice of the global batch; without slices of each rank, if shares do not say it.
     sizes: Sequence[int] = ()
+    #: The indices of the samples of one batch; empty for slices and streams.
+    indices: Sequence[int] = ()
     #: The fingerprint of a stream's first global batch, to compare between ranks; otherwise None.
     fingerprint: str | None = None
 
@@ -114,7 +116,8 @@ class FetchingDataset(Dataset[Fetched]):
         if isinstance(key, StepKey):
             batches = [self._fetched(each, sliced=True) for each in key.slices]
             return Fetched(batches, key.samples, key.global_samples, key.numbers, key.sizes)
-        return Fetched(self._fetched(key), key.samples, key.global_samples, sizes=key.sizes)
+        indices = key.indices[: key.samples]
+        return Fetched(self._fetched(key), key.samples, key.global_samples, sizes=key.sizes, indices=indices)
 
     def _fetched(self, key: SliceKey, *, sliced: bool = False) -> Any:
         if self._at_once:
@@ -232,7 +235,7 @@ class StreamDataset(IterableDataset[Fetched]):
                 batches.append(collated(samples[start:stop], self._collate, empty=False, seed=own))
                 numbers.append(number)
                 count += stop - start
-        return Fetched(batches, count, len(samples), numbers, sizes_in(bounds), print_)
+        return Fetched(batches, count, len(samples), numbers, sizes_in(bounds), fingerprint=print_)
 
 
 class TimedDataset(FetchingDataset):

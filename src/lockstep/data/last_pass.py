@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from itertools import groupby
 
+import numpy as np
 import torch
 
 from lockstep.comm.in_order.places import Counts, HandedOut
@@ -11,11 +14,17 @@ from lockstep.data.cursor import Cursor
 
 
 class LastPass:
-    """The samples that this rank was given of each global batch, and whether the pass was a whole one."""
+    """The samples that this rank was given of each global batch, and whether the pass was a whole one.
 
-    def __init__(self) -> None:
+    Args:
+        by_index: no rule says which samples of a batch this rank has, so their indices are kept, 8 bytes each.
+    """
+
+    def __init__(self, *, by_index: bool) -> None:
         #: The samples of this rank in each batch so far. (A list, since a step appends to it.)
         self.samples: list[int] = []
+        #: Their indices; None: they follow from the order.
+        self.indices: array[int] | None = array("q") if by_index else None
         self._began: Cursor | None = None
         #: True when the pass has come to its end.
         self.is_over = False
@@ -23,6 +32,14 @@ class LastPass:
     def begin(self, cursor: Cursor) -> None:
         """Note that a pass begins at this position."""
         self.samples, self._began, self.is_over = [], cursor, False
+        if self.indices is not None:
+            self.indices = array("q")
+
+    def note(self, samples: int, indices: Sequence[int]) -> None:
+        """Note what this rank is given of the next batch."""
+        self.samples.append(samples)
+        if self.indices is not None:
+            self.indices.extend(indices)
 
     def handed_out(self, loader: int, *, total: int | None, order: torch.Tensor | None, unfinished: str) -> HandedOut:
         """Return what this rank was given.
@@ -37,7 +54,8 @@ class LastPass:
         unfinished = unfinished or self._why_unfinished()
         source = f"sharded loader {loader}" if began is None else f"epoch {began.epoch} of sharded loader {loader}"
         counts = Counts((samples, len([*batches])) for samples, batches in groupby(self.samples))
-        return HandedOut(source, "sample", counts, total, unfinished, self.samples, order)
+        indices = None if self.indices is None else torch.from_numpy(np.array(self.indices, dtype=np.int64))
+        return HandedOut(source, "sample", counts, total, unfinished, self.samples, order, indices)
 
     def _why_unfinished(self) -> str:
         if self._began is None:

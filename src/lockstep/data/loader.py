@@ -253,7 +253,7 @@ class ShardedLoader:
         #: The global batches of the epoch under way, and True if they must be requested anew.
         self._now: EpochBatches | None = None
         self._is_recut = False
-        self._last_pass = LastPass()
+        self._last_pass = LastPass(by_index=source.order == "batches" or source.costs is not None)
         by = ByNumber if source.costs is None else ByCost
         self._division: Division = by(world.world_size, source.shares)
         if options is not None:
@@ -668,19 +668,23 @@ class ShardedLoader:
     def _advance(self, fetched: Fetched) -> None:
         samples, batches = self._cursor.samples + fetched.global_samples, self._cursor.batches + 1
         self._cursor = replace(self._cursor, samples=samples, batches=batches)
-        self._last_pass.samples.append(fetched.samples)
+        self._last_pass.note(fetched.samples, fetched.indices)
 
     def _handed_out(self) -> HandedOut:
         """See :class:`~lockstep.comm.in_order.places.HandsOut`."""
-        order = self._order_now
+        source = self._source
+        order = None if self._now is None else self._now.order
+        total = None if source.order in ("batches", "stream") else source.length
+        if order is not None:  # a sampler may draw another number than it says
+            total = order.numel()
         if self._slicing is not None:
             why = "the loader was sharded with slices=, whose outputs come in pieces: shard one without for predictions"
         else:
-            why = "drop_last=True leaves out the end of a stream" if self.drop_last and order is None else ""
+            why = "drop_last=True leaves out the end of a stream" if self.drop_last and source.order == "stream" else ""
         return self._last_pass.handed_out(
             self._number,
-            total=None if order is None else order.numel(),
-            order=None if self._source.order == "sequential" else order,
+            total=total,
+            order=None if source.order == "sequential" else order,
             unfinished=why,
         )
 

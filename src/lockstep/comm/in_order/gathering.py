@@ -28,7 +28,15 @@ from lockstep.comm.in_order.columns import (
     trees_to_bytes,
 )
 from lockstep.comm.in_order.files import RowFile, refuse_unwritable
-from lockstep.comm.in_order.places import Counts, HandedOut, Indices, handed_out_by, places_of, refuse_unfit
+from lockstep.comm.in_order.places import (
+    Counts,
+    HandedOut,
+    Indices,
+    handed_out_by,
+    places_by_index,
+    places_of,
+    refuse_unfit,
+)
 from lockstep.comm.peers import Members, OverGroup
 from lockstep.comm.together import together
 from lockstep.comm.waiting import wait_for
@@ -39,6 +47,8 @@ Per = Literal["batch", "sample"]
 Result = TypeVar("Result")
 
 _CALL = "World.gather_in_order()"
+#: What the index of an item is, among rows.
+_INDEX = RowKind((), "tensor", torch.int64, ())
 #: Bytes of a rank's rows that travel at once.
 WINDOW = 2**24
 
@@ -103,8 +113,13 @@ def gather_in_order(
     columns = given.outputs.columns or [Column(kind, []) for kind in kinds]
     lengths = [[each["lengths"][number] if each["lengths"] else 0 for each in told] for number in range(len(kinds))]
 
+    counts, indices = [Counts(each["runs"]) for each in told], None
+    if given.handed.indices is not None:  # on all ranks, or on none
+        items = [each.items for each in counts]
+        indices = _send(world, [Column(_INDEX, [given.handed.indices])], [items], lambda: Numbers(items))
+
     def open_receiver() -> Receiver:
-        places = places_of([Counts(each["runs"]) for each in told], given.handed.order)
+        places = places_of(counts, given.handed.order) if indices is None else places_by_index(indices)
         if given.per == "sample" and given.path is None:
             return Trees(lengths[0], places)
         return Table(given.outputs.pattern, kinds, lengths, places, given.path)
@@ -200,6 +215,29 @@ class _Failure:
         """Raise the error, if there was one."""
         if self._error is not None:
             raise self._error
+
+
+class Numbers:
+    """Receives a number for each row, int64; the result is a list of each rank's.
+
+    Args:
+        lengths: how many each rank has.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._data = [torch.empty(length * _INDEX.nbytes, dtype=torch.uint8) for length in lengths]
+
+    def take(self, column: int, rank: int, first: int, data: torch.Tensor) -> None:  # noqa: ARG002  (there is one)
+        """See :class:`Receiver`."""
+        begin = first * _INDEX.nbytes
+        self._data[rank][begin : begin + len(data)] = data
+
+    def result(self) -> list[Indices]:
+        """See :class:`Receiver`."""
+        return [data.view(_INDEX.dtype).numpy() for data in self._data]
+
+    def close(self) -> None:
+        """See :class:`Receiver`: nothing is held."""
 
 
 class Trees:

@@ -6,6 +6,8 @@ Items are handed out in *rounds*. A round's items are neighbours in the order, a
 of rank; a rank may have none. A sharded loader's round is a global batch; a list that is cut into contiguous parts is
 one round; and where items are dealt out one by one, a round has as many as there are ranks. So the place of each row
 follows from how many items each rank had of each round, whatever rule cut them, and a rank tells no more than that.
+Where no such rule holds (parts of equal cost, batches that a batch sampler draws), each rank tells the index of each of
+its items instead, and rows go by these.
 """
 
 from __future__ import annotations
@@ -64,6 +66,8 @@ class HandedOut:
     batches: Sequence[int] | None = None
     #: The item at each place, by its index in the data set: int64 [total]; None: they are in order.
     order: torch.Tensor | None = None
+    #: The index of each of this rank's items: int64 [items]; None: they follow from the order.
+    indices: torch.Tensor | None = None
 
 
 @runtime_checkable
@@ -159,3 +163,16 @@ def places_of(by_rank: Sequence[Counts], order: torch.Tensor | None) -> list[Ind
         first += mine  # (a view of ``begins``)
         places.append(rows if ordered is None else ordered[rows])
     return places
+
+
+def places_by_index(by_rank: Sequence[Indices]) -> list[Indices]:
+    """Return the place of each row of each rank, int64 [rows], by the indices of the items: ascending, those of an item
+    that was given more than once next to each other, by rank.
+
+    Args:
+        by_rank: the indices of each rank's items, int64 [rows].
+    """
+    ordered = np.argsort(np.concatenate(by_rank), kind="stable")
+    places = np.empty(len(ordered), dtype=np.int64)
+    places[ordered] = np.arange(len(ordered))
+    return np.split(places, np.cumsum([len(each) for each in by_rank])[:-1])

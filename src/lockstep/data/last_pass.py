@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from itertools import groupby
 
 import numpy as np
@@ -34,12 +33,6 @@ class LastPass:
         self.samples, self._began, self.is_over = [], cursor, False
         if self.indices is not None:
             self.indices = array("q")
-
-    def note(self, samples: int, indices: Sequence[int]) -> None:
-        """Note what this rank is given of the next batch."""
-        self.samples.append(samples)
-        if self.indices is not None:
-            self.indices.extend(indices)
 
     def handed_out(self, loader: int, *, total: int | None, order: torch.Tensor | None, unfinished: str) -> HandedOut:
         """Return what this rank was given.

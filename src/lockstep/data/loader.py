@@ -668,7 +668,10 @@ class ShardedLoader:
     def _advance(self, fetched: Fetched) -> None:
         samples, batches = self._cursor.samples + fetched.global_samples, self._cursor.batches + 1
         self._cursor = replace(self._cursor, samples=samples, batches=batches)
-        self._last_pass.note(fetched.samples, fetched.indices)
+        last = self._last_pass
+        last.samples.append(fetched.samples)
+        if last.indices is not None:
+            last.indices.extend(fetched.indices)
 
     def _handed_out(self) -> HandedOut:
         """See :class:`~lockstep.comm.in_order.places.HandsOut`."""

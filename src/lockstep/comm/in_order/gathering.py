@@ -116,7 +116,7 @@ def gather_in_order(
     counts, indices = [Counts(each["runs"]) for each in told], None
     if given.handed.indices is not None:  # on all ranks, or on none
         items = [each.items for each in counts]
-        indices = _send(world, [Column(_INDEX, [given.handed.indices])], [items], lambda: Numbers(items))
+        indices = _send(world, [Column(_INDEX, [given.handed.indices])], [items], lambda: IndicesOfRanks(items))
 
     def open_receiver() -> Receiver:
         places = places_of(counts, given.handed.order) if indices is None else places_by_index(indices)
@@ -217,7 +217,7 @@ class _Failure:
             raise self._error
 
 
-class Numbers:
+class IndicesOfRanks:
     """Receives a number for each row, int64; the result is a list of each rank's.
 
     Args:

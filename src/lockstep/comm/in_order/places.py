@@ -6,6 +6,8 @@ Items are handed out in *rounds*. A round's items are neighbours in the order, a
 of rank; a rank may have none. A sharded loader's round is a global batch; a list that is cut into contiguous parts is
 one round; and where items are dealt out one by one, a round has as many as there are ranks. So the place of each row
 follows from how many items each rank had of each round, whatever rule cut them, and a rank tells no more than that.
+Where the order of places is not that of the items (a shuffled epoch, parts that are not contiguous), rank 0 knows which
+item is at each place: round by round, and in each round rank by rank.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class HandedOut:
     unfinished: str = ""
     #: The rows of each output: those of the batches; None: each output is of one item.
     batches: Sequence[int] | None = None
-    #: The item at each place, by its index in the data set: int64 [total]; None: they are in order.
+    #: The index in the data set of the item at each place, int64 [total], known on rank 0; None: they are in order.
     order: torch.Tensor | None = None
 
 

@@ -6,8 +6,9 @@ Items are handed out in *rounds*. A round's items are neighbours in the order, a
 of rank; a rank may have none. A sharded loader's round is a global batch; a list that is cut into contiguous parts is
 one round; and where items are dealt out one by one, a round has as many as there are ranks. So the place of each row
 follows from how many items each rank had of each round, whatever rule cut them, and a rank tells no more than that.
-Where no such rule holds (parts of equal cost, batches that a batch sampler draws), each rank tells the index of each of
-its items instead, and rows go by these.
+Where the order of places is not that of the items (a shuffled epoch), rank 0 knows which item is at each place. Where no
+rule says which items a rank had (parts of equal cost, batches that a batch sampler draws), each rank tells the index of
+each of its items, and rows go by these.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class HandedOut:
     unfinished: str = ""
     #: The rows of each output: those of the batches; None: each output is of one item.
     batches: Sequence[int] | None = None
-    #: The item at each place, by its index in the data set: int64 [total]; None: they are in order.
+    #: The index in the data set of the item at each place, int64 [total], known on rank 0; None: they are in order.
     order: torch.Tensor | None = None
     #: The index of each of this rank's items: int64 [items]; None: they follow from the order.
     indices: torch.Tensor | None = None

@@ -6,9 +6,9 @@ Items are handed out in *rounds*. A round's items are neighbours in the order, a
 of rank; a rank may have none. A sharded loader's round is a global batch; a list that is cut into contiguous parts is
 one round; and where items are dealt out one by one, a round has as many as there are ranks. So the place of each row
 follows from how many items each rank had of each round, whatever rule cut them, and a rank tells no more than that.
-Where the order of places is not that of the items (a shuffled epoch), rank 0 knows which item is at each place. Where no
-rule says which items a rank had (parts of equal cost, batches that a batch sampler draws), each rank tells the index of
-each of its items, and rows go by these.
+Where the order of places is not that of the items (a shuffled epoch), rank 0 knows which item is at each place. Where
+no rule says which items a rank had (parts of equal cost, batches that a batch sampler draws), each rank tells the index
+of each of its items, and rows go by these.
 """
 
 from __future__ import annotations

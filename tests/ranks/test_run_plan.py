@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.ddp.drift import FLAGS
+from lockstep.ddp import drift, same_batches
 from lockstep.runs import history
 from lockstep.runs.history import UnknownRun
 from lockstep.tools.plan.network import Network
@@ -46,8 +46,9 @@ def test_ranks_say_when_each_bucket_was_ready(tmp_path: Path, backend: str) -> N
         assert (table.backend, table.world_size, table.threads) == (backend, 2, 1)
         assert table.overlaps == (backend == "gloo")
         assert len(table.buckets) == 2
-        # Over gloo a flag for each parameter, and in the last bucket those for where the rank is and what it holds.
-        flags = 4 * (4 + 4 + FLAGS)
+        # Over gloo a flag for each parameter, and in the last bucket those for where the rank is, what it holds and
+        # what it trains on.
+        flags = 4 * (4 + 4 + drift.FLAGS + same_batches.FLAGS)
         assert 4 * _LAYER <= sum(table.buckets) <= 4 * _LAYER + 2 * flags
         assert 0 < table.ready[0] < table.ready[1] <= 1
         for column in (table.optimizer, table.before, table.backward, table.handling):

@@ -170,7 +170,7 @@ class SpawnContext:
         return True
 
     def results(self) -> Iterator[tuple[int, Any]]:
-        """Yield (rank, what it returned) as ranks end, as :func:`spawn` returns it; the others run on meanwhile.
+        """Yield (rank, what it returned) as ranks end, as :func:`lockstep.spawn` returns it; others run on meanwhile.
 
         Raises:
             RankFailed: a rank failed; the others were stopped. What ranks have returned before has been yielded.

@@ -128,7 +128,7 @@ def _of_steps(name: str, how: str, world: lockstep.World) -> Asked:
         )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     found: Asked = {}
-    for step in range(5):
+    for step in range(7):
         torch.cuda.synchronize()
         dist.barrier()
         counting = Counting()
@@ -137,7 +137,7 @@ def _of_steps(name: str, how: str, world: lockstep.World) -> Asked:
         optimizer.zero_grad()
         now = asdict(counting.so_far())
         now["launches"] += now.pop("on_device")
-        if step >= 2:  # the first steps learn, and torch lays out its buckets anew
+        if step >= 4:  # the first steps learn and compare their batches, and torch lays out its buckets anew
             found = {column: max(count, found.get(column, 0)) for column, count in now.items()}
     if how in ("replica", "unchecked"):
         lockstep.release(model)

@@ -189,6 +189,10 @@ def test_what_can_not_be_sent_fails_nothing_and_is_told(what: str, why: str) -> 
     with pytest.warns(RuntimeWarning, match=f"what rank 1 returned from give did not arrive, .*: {why}") as told:
         assert lockstep.spawn(functions.give, (what,), nprocs=2) == [(0, what), None]
     assert told[0].filename == __file__
+    ranks = lockstep.spawn(functions.give, (what,), nprocs=2, join=False)
+    for _ in range(2):
+        with pytest.warns(RuntimeWarning, match=why):
+            assert dict(ranks.results()) == {0: (0, what), 1: None}
 
 
 def _give_tensors(rank: int) -> dict[str, Any]:

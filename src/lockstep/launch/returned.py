@@ -31,6 +31,8 @@ class Returned:
     def __init__(self) -> None:
         self._file: int | None = os.memfd_create("lockstep-returned")
         self._value: Any = None
+        #: Why there is no value, though the rank returned one; empty: there is.
+        self._reason = ""
 
     @property
     def descriptor(self) -> int:
@@ -44,22 +46,25 @@ class Returned:
         Raises:
             NotReturned: it could not be sent; see Note [Values that can't be sent].
         """
-        if self._file is None:
-            return self._value
-        with os.fdopen(self._file, "rb") as file:
+        if self._file is not None:
+            self._read(self._file)
+        if self._reason:
+            raise NotReturned(self._reason)
+        return self._value
+
+    def _read(self, descriptor: int) -> None:
+        with os.fdopen(descriptor, "rb") as file:
             self._file = None
             file.seek(0)
-            if not file.read(1):
-                return None
+            if not file.read(1):  # the rank has left otherwise
+                return
             file.seek(0)
-            reason = pickle.load(file)  # noqa: S301  (from this process's own rank, see above)
-            if reason is not None:
-                raise NotReturned(reason)
-            try:
-                self._value = pickle.load(file)  # noqa: S301
-            except Exception as error:
-                raise NotReturned(f"{type(error).__name__}: {said(error)}") from error
-        return self._value
+            self._reason = pickle.load(file) or ""  # noqa: S301  (from this process's own rank, see above)
+            if not self._reason:
+                try:
+                    self._value = pickle.load(file)  # noqa: S301
+                except Exception as error:  # noqa: BLE001  (whatever the value's own classes raise)
+                    self._reason = f"{type(error).__name__}: {said(error)}"
 
     def close(self) -> None:
         """Drop the value, if nobody has asked for it."""

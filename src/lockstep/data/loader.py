@@ -253,7 +253,7 @@ class ShardedLoader:
         #: The global batches of the epoch under way, and True if they must be requested anew.
         self._now: EpochBatches | None = None
         self._is_recut = False
-        self._last_pass = LastPass(by_index=source.order == "batches" or source.costs is not None)
+        self._last_pass = LastPass(by_index=not source.is_cut_by_number)
         by = ByNumber if source.costs is None else ByCost
         self._division: Division = by(world.world_size, source.shares)
         if options is not None:

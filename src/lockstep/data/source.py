@@ -82,6 +82,11 @@ class Shardable:
             return None
         return len(counted)  # type: ignore[arg-type]  # checked by read_source
 
+    @property
+    def is_cut_by_number(self) -> bool:
+        """True if the order and the numbers of samples say which samples a rank has of each batch."""
+        return self.order != "batches" and self.costs is None
+
     def facts(self, *, contents: bool) -> dict[str, Any]:
         """Return the facts that must be the same on all ranks; with ``contents``, also the dataset's contents."""
         settings = {

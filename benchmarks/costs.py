@@ -12,13 +12,9 @@ their times, of the slowest rank.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
-import statistics
-import tempfile
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import lockstep
 from benchmarks.naming import machine_name
+from benchmarks.pairs import in_turn, row
 from benchmarks.publishing import publish
 
 _SHORTEST, _LONGEST, _VOCABULARY, _WIDTH, _LAYERS = 16, 1024, 512, 64, 2
@@ -76,8 +73,8 @@ def _cost(kind: str, length: int) -> float:
     return in_matrices + (_LAYERS * 2 * _WIDTH * length**2 if kind == "with attention" else 0)
 
 
-def _pairs(_: int, kind: str, rounds: int, path: Path) -> None:
-    """A rank: write the seconds of a step of each round, by number and by cost."""
+def _pairs(_: int, kind: str, rounds: int) -> list[tuple[float, float]]:
+    """A rank: return the seconds of a step of each round, by number and by cost."""
     world = lockstep.init(timeout=300)
     texts = Texts()
     costs = [_cost(kind, length) for length in texts.lengths]
@@ -96,24 +93,8 @@ def _pairs(_: int, kind: str, rounds: int, path: Path) -> None:
             optimizer.step()
         return float(world.all_reduce((time.perf_counter() - begun) / len(loader), "max"))
 
-    draw, found = random.Random(1), []
-    for number in range(rounds + 1):
-        seconds = {place: train(loaders[place]) for place in draw.sample([0, 1], 2)}
-        if number:  # the first warms up
-            found.append([seconds[0], seconds[1]])
-    if world.is_main:
-        path.write_text(json.dumps(found))
-
-
-def _row(kind: str, ranks: int, backend: str, rounds: int) -> str:
-    os.environ["LOCKSTEP_BACKEND"] = backend
-    with tempfile.TemporaryDirectory() as folder:
-        lockstep.spawn(_pairs, (kind, rounds, Path(folder) / "pairs.json"), ranks)
-        pairs = json.loads((Path(folder) / "pairs.json").read_text())
-    ratios = sorted(by_cost / by_number for by_number, by_cost in pairs)
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    plain = statistics.median(by_number for by_number, _ in pairs)
-    return f"| {kind} | {ranks} | {backend} | {1000 * plain:.0f} | **{middle:.3f}** ({low:.3f} to {high:.3f}) |"
+    by_number, by_cost = (partial(train, loader) for loader in loaders)
+    return in_turn(by_number, by_cost, rounds=rounds)
 
 
 def main() -> None:
@@ -122,7 +103,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     kinds = ("tokens", "with attention")
-    rows = [_row(kind, ranks, backend, options.rounds) for kind in kinds for ranks, backend in _WORLDS]
+    rows = [row(_pairs, kind, ranks, backend, options.rounds) for kind in kinds for ranks, backend in _WORLDS]
     report = f"""# What parts of equal cost win
 
 {machine_name()}. A GPT of {_LAYERS} layers and width {_WIDTH}, {_A_RANK} texts a rank of {_SHORTEST} to {_LONGEST:,}

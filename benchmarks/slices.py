@@ -11,14 +11,9 @@ the ratio of their times, of the slowest rank.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import random
-import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from benchmarks.models import resnet18
 from benchmarks.naming import machine_name
+from benchmarks.pairs import in_turn, row
 from benchmarks.publishing import publish
 
 #: The goal: a step in slices takes at most so much longer.
@@ -68,8 +64,8 @@ _MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], TensorDataset]
 }
 
 
-def _pairs(_: int, name: str, rounds: int, path: Path) -> None:
-    """A rank: write the seconds of a step of each round, accumulated and in slices."""
+def _pairs(_: int, name: str, rounds: int) -> list[tuple[float, float]]:
+    """A rank: return the seconds of a step of each round, accumulated and in slices."""
     world = lockstep.init(timeout=300)
     build, data, size = _MODELS[name]
     model: Any = lockstep.replicate(build())
@@ -103,32 +99,13 @@ def _pairs(_: int, name: str, rounds: int, path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    draw, found = random.Random(1), []
-    for number in range(rounds + 1):
-        times = {}
-        for way in draw.sample([accumulate, slice_up], 2):
-            world.barrier()
-            begun = time.perf_counter()
-            way()
-            times[way] = world.all_reduce((time.perf_counter() - begun) / _STEPS, "max")
-        if number:  # the first warms up
-            found.append([times[accumulate], times[slice_up]])
-    if world.is_main:
-        path.write_text(json.dumps(found))
+    def timed(way: Callable[[], None]) -> float:
+        world.barrier()
+        begun = time.perf_counter()
+        way()
+        return float(world.all_reduce((time.perf_counter() - begun) / _STEPS, "max"))
 
-
-def _row(name: str, ranks: int, backend: str, rounds: int) -> str:
-    os.environ["LOCKSTEP_BACKEND"] = backend
-    with tempfile.TemporaryDirectory() as folder:
-        lockstep.spawn(_pairs, (name, rounds, Path(folder) / "pairs.json"), ranks)
-        pairs = json.loads((Path(folder) / "pairs.json").read_text())
-    ratios = sorted(slices / accumulated for accumulated, slices in pairs)
-    plain = statistics.median(accumulated for accumulated, _ in pairs)
-    low, _, high = statistics.quantiles(ratios, n=4)
-    return (
-        f"| {name} | {ranks} | {backend} | {1000 * plain:.0f} | **{statistics.median(ratios):.3f}** "
-        f"({low:.3f} to {high:.3f}) |"
-    )
+    return in_turn(partial(timed, accumulate), partial(timed, slice_up), rounds=rounds)
 
 
 def _world(text: str) -> tuple[int, str]:
@@ -143,7 +120,11 @@ def main() -> None:
     parser.add_argument("--worlds", nargs="*", type=_world, default=_WORLDS, help="such as 2/gloo")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    rows = [_row(name, ranks, backend, options.rounds) for name in options.models for ranks, backend in options.worlds]
+    rows = [
+        row(_pairs, name, ranks, backend, options.rounds)
+        for name in options.models
+        for ranks, backend in options.worlds
+    ]
     report = f"""# What equal bits cost
 
 {machine_name()}. A global batch of {_SLICES} slices, {options.rounds} pairs of {_STEPS} steps each, one thread a rank:

@@ -122,54 +122,54 @@ def max_restarts(default: str) -> Callable[[_Command], _Command]:
     return click.option("--max-restarts", type=click.IntRange(min=0), metavar="K", help=text)
 
 
-class Price(click.ParamType):  # type: ignore[type-arg]  # not generic in older versions of click
-    """A price of a node per hour."""
+class Figure(click.ParamType):  # type: ignore[type-arg]  # not generic in older versions of click
+    """A number that is written in some way of its own.
 
-    name = "price"
+    Args:
+        name: what it is.
+        parse: returns the number that a text says; imports what it needs when it is called.
+    """
+
+    def __init__(self, name: str, parse: Callable[[str], float]) -> None:
+        self.name = name
+        self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the number."""
-        from lockstep.job.useful import parse_price
-
         try:
-            return value if isinstance(value, float) else parse_price(value)
+            return value if isinstance(value, float) else self._parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+def _parse_price(text: str) -> float:
+    from lockstep.job.useful import parse_price
+
+    return parse_price(text)
+
+
+def _parse_time_limit(text: str) -> float:
+    from lockstep.text import parse_time_limit
+
+    return parse_time_limit(text)
+
+
+def _parse_peak(text: str) -> float:
+    from lockstep.knobs import parse_peak
+
+    try:
+        return parse_peak(text)
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}") from None
+
+
+TIME_LIMIT = Figure("time", _parse_time_limit)
+PEAK_FLOPS = Figure("peak", _parse_peak)
 
 
 def price(help: str) -> Callable[[_Command], _Command]:
     """Return the option --price."""
-    return click.option("--price", type=Price(), metavar="AMOUNT/h", help=help)
-
-
-class TimeLimit(click.ParamType):  # type: ignore[type-arg]  # as above
-    """A time, in seconds."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the seconds."""
-        from lockstep.text import parse_time_limit
-
-        try:
-            return value if isinstance(value, float) else parse_time_limit(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-class PeakFlops(click.ParamType):  # type: ignore[type-arg]  # as above
-    """FLOPs a second of a device at its peak."""
-
-    name = "peak"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the number."""
-        from lockstep.knobs import parse_peak
-
-        try:
-            return value if isinstance(value, float) else parse_peak(value)
-        except ValueError as error:
-            self.fail(f"{value!r}: {error}", param, ctx)
+    return click.option("--price", type=Figure("price", _parse_price), metavar="AMOUNT/h", help=help)
 
 
 def log_dir(help: str, *, default: str | None = None) -> Callable[[_Command], _Command]:

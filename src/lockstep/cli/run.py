@@ -13,8 +13,8 @@ import click
 from lockstep.cli import terminal
 from lockstep.cli.options import (
     PASSES_ON,
-    PeakFlops,
-    TimeLimit,
+    PEAK_FLOPS,
+    TIME_LIMIT,
     grace,
     local_ranks,
     log_dir,
@@ -96,7 +96,7 @@ from lockstep.text import NEXT
 @click.option("--flops", is_flag=True, help="Count the FLOPs of one step, and say how many a second that makes.")
 @click.option(
     "--peak-flops",
-    type=PeakFlops(),
+    type=PEAK_FLOPS,
     metavar="FLOPS",
     help="FLOPs per second of one rank's device at its peak, such as 989T, for MFU. Implies --flops. [default: as "
     "published for some GPUs]",
@@ -104,7 +104,7 @@ from lockstep.text import NEXT
 @grace(10.0, more="An evaluation that takes longer than this is killed without saving.")
 @click.option(
     "--max-time",
-    type=TimeLimit(),
+    type=TIME_LIMIT,
     metavar="TIME",
     help="Time, such as 11h30m, by which the ranks have saved and the job ends with code 75: --grace before it is over "
     "they are asked to, as by SIGTERM.",

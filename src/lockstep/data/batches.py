@@ -47,7 +47,8 @@ from lockstep.comm.together import together
 from lockstep.comm.world import World
 from lockstep.data.costs import CostsOfSampler, SampleCosts, as_costs
 from lockstep.data.cursor import Cursor
-from lockstep.data.order import as_indices, batch_count, mix
+from lockstep.data.mixing import mix
+from lockstep.data.order import Order, as_indices, batch_count
 from lockstep.data.seeding import SamplerNumbers, parts_of_sampler
 from lockstep.errors import CheckpointMismatch, CollectiveMismatch, LockstepError, named
 
@@ -78,9 +79,8 @@ class EpochBatches(Protocol):
         ...
 
     @property
-    def order(self) -> torch.Tensor | None:
-        """The indices of the epoch's samples, in the order in which they are used: int64 of shape (samples,); None:
-        they are drawn, and were not known before."""
+    def order(self) -> Order | None:
+        """The order of the epoch's samples; None: they are drawn, and were not known before."""
         ...
 
     def from_number(self, number: int) -> Iterator[GlobalBatch]:
@@ -101,7 +101,7 @@ class CutOrder:
     """An order of samples, cut into batches of one size.
 
     Args:
-        order: the epoch's order: int64 of shape (samples,).
+        order: the epoch's.
         batch_size: samples of a batch.
         drop_last: whether a last batch of fewer samples is dropped.
         cursor: where the batches begin.
@@ -111,7 +111,7 @@ class CutOrder:
 
     def __init__(
         self,
-        order: torch.Tensor,
+        order: Order,
         *,
         batch_size: int,
         drop_last: bool,
@@ -121,7 +121,7 @@ class CutOrder:
     ) -> None:
         self.order, self._batch_size, self._first = order, batch_size, cursor
         self._costs = None if costs is None or costs.is_told_by_rank_0 else costs
-        count = batch_count(order.numel(), batch_size=batch_size, drop_last=drop_last, start=cursor.samples)
+        count = batch_count(len(order), batch_size=batch_size, drop_last=drop_last, start=cursor.samples)
         self._end = cursor.batches + count
         self.drawn = drawn
 
@@ -136,7 +136,7 @@ class CutOrder:
     def batch(self, number: int) -> GlobalBatch:
         """See :class:`EpochBatches`."""
         begin = self._first.samples + (number - self._first.batches) * self._batch_size
-        indices = self.order[begin : begin + self._batch_size]
+        indices = self.order.part(begin, begin + self._batch_size)
         return GlobalBatch(number, begin, indices, None if self._costs is None else self._costs.of(indices))
 
 
@@ -328,7 +328,7 @@ class DrawnBatches:
         self._world, self._loader, self._ahead = shipping.world, shipping.loader, shipping.ahead
         self._begin, self._cursor = begin, cursor
         self.drawn, self._is_chained = drawn, is_chained
-        self.order: torch.Tensor | None = None
+        self.order: Order | None = None
         costs = shipping.costs
         self._costs = None if costs is None or costs.is_told_by_rank_0 else costs
         self._drawing: Drawing | None = None

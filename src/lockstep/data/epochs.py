@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from lockstep.comm.peers import OverGroup
@@ -21,7 +20,7 @@ from lockstep.data.batches import (
     length_of,
 )
 from lockstep.data.cursor import Cursor
-from lockstep.data.order import digest_of, draw_order, epoch_order
+from lockstep.data.order import Listed, Order, Sequential, digest_of, draw_order, epoch_order
 from lockstep.data.seeding import preserved_generators
 from lockstep.data.source import Shardable
 from lockstep.errors import CheckpointMismatch
@@ -128,7 +127,7 @@ class Epochs:
         self._now = DrawnBatches(shipping, begin, cursor=cursor, drawn=drawn, is_chained=True)
         return self._now
 
-    def _order(self, cursor: Cursor, *, seed: int, drawn: str | None) -> tuple[torch.Tensor, str | None]:
+    def _order(self, cursor: Cursor, *, seed: int, drawn: str | None) -> tuple[Order, str | None]:
         """Return the order of the cursor's epoch, and its digest if a sampler drew it."""
         source, epoch = self._source, cursor.epoch
         if source.order == "sampler":
@@ -141,9 +140,9 @@ class Epochs:
                     "used are not known: let it draw from generators that it holds in attributes, or from torch's, "
                     "Python's or NumPy's global generators, which are seeded for each epoch"
                 )
-            return order, digest
+            return Listed(order), digest
         length = source.length or 0
-        return epoch_order(length, seed=seed, epoch=epoch) if source.order == "shuffled" else torch.arange(length), None
+        return epoch_order(length, seed=seed, epoch=epoch) if source.order == "shuffled" else Sequential(length), None
 
     def _ask_length(self) -> int | None:
         if self._source.order != "batches" or not self._world.is_main:

@@ -27,8 +27,9 @@ from lockstep.comm.world import World
 from lockstep.data.batches import GlobalBatch
 from lockstep.data.contents import fingerprint
 from lockstep.data.costs import Division
-from lockstep.data.order import mix, share_bounds
-from lockstep.data.seeding import preserved_generators, seed_generators
+from lockstep.data.mixing import mix
+from lockstep.data.order import share_bounds
+from lockstep.data.seeding import SampleSeeds, preserved_generators, seed_generators
 from lockstep.data.slicing import Slicing, sizes_in
 from lockstep.data.source import Shardable
 from lockstep.job import stop
@@ -106,7 +107,7 @@ class FetchingDataset(Dataset[Fetched]):
     def __init__(self, dataset: Any, collate: Collate, *, seeded: bool, tells_indices: bool) -> None:
         self.dataset = dataset
         self._collate = collate
-        self._seeded = seeded
+        self._seeds = SampleSeeds() if seeded else None
         self._tells_indices = tells_indices
         # Indexing the tensors gives the same batch as default_collate, bit for bit, in a fraction of the time.
         self._at_once = type(dataset) is TensorDataset and collate is default_collate
@@ -124,25 +125,36 @@ class FetchingDataset(Dataset[Fetched]):
         if self._at_once:
             rows = torch.tensor(key.indices[: key.samples], dtype=torch.int64)
             return [*map(itemgetter(rows), self.dataset.tensors)]
-        # For slices, a collate_fn that draws (mixup) is seeded even if samples can't be random.
-        seeds_collate = self._seeded or (sliced and self._collate is not default_collate)
-        with _own_generators(seeds_collate):
+        # In slices a collate_fn that draws (mixup) is seeded whatever the user says: their bits depend on it.
+        seeds_collate = self._collate is not default_collate and (self._seeds is not None or sliced)
+        with _own_generators(self._seeds is not None or seeds_collate):
             return self._fetch(key, seeds_collate=seeds_collate)
 
     def _fetch(self, key: SliceKey, *, seeds_collate: bool) -> Any:
         seed = mix(key.epoch_key, key.position, _COLLATE) if seeds_collate else None
         if self.at_work is not None:
             self.at_work.note(key.indices[0])
-        if self._seeded:
-            samples = []
-            for position, index in zip(key.positions, key.indices, strict=True):
-                seed_generators(mix(key.epoch_key, position))
-                samples.append(self._sample(index))
-        elif callable(getattr(self.dataset, "__getitems__", None)):
-            samples = self.dataset.__getitems__(key.indices)
+        indices = key.indices
+        if self._seeds is None:
+            samples = self._samples(indices)
         else:
-            samples = [self._sample(index) for index in key.indices]
+            samples = self._seeds.fetch(
+                key.epoch_key,
+                key.positions,
+                lambda place: self._sample(indices[place]),
+                lambda places: self._samples(indices[places.start : places.stop]),
+            )
         return collated(samples, self._collate, empty=key.samples == 0, seed=seed)
+
+    def _samples(self, indices: list[int]) -> list[Any]:
+        if callable(at_once := getattr(self.dataset, "__getitems__", None)):
+            return at_once(indices)  # type: ignore[no-any-return]
+        dataset = self.dataset
+        return (
+            [dataset[index] for index in indices]
+            if self.at_work is None
+            else [self._sample(index) for index in indices]
+        )
 
     def _sample(self, index: int) -> Any:
         if self.at_work is not None:

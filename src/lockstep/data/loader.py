@@ -33,7 +33,6 @@ from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import agreed
 from lockstep.comm.world import World
 from lockstep.data.batches import EpochBatches, GlobalBatch
-from lockstep.data.contents import can_be_random
 from lockstep.data.costs import ByCost, ByNumber, Division
 from lockstep.data.cursor import Cursor, LoaderState
 from lockstep.data.device import on_device
@@ -51,7 +50,8 @@ from lockstep.data.fetch import (
     step_keys,
 )
 from lockstep.data.last_pass import LastPass
-from lockstep.data.order import batch_count, mix, share_bounds
+from lockstep.data.mixing import mix
+from lockstep.data.order import batch_count, share_bounds
 from lockstep.data.seeding import preserved_generators
 from lockstep.data.slicing import SliceOptions, Slices, sizes_in
 from lockstep.data.source import REMEDIES, Shardable, read_source
@@ -170,8 +170,7 @@ def shard(
         remedies=REMEDIES,
     )
     device = world.device if to_device and world.device.type != "cpu" else None
-    seeded = seed_samples and can_be_random(loader.dataset)
-    return ShardedLoader(source, world, device=device, seeded=seeded, options=options)
+    return ShardedLoader(source, world, device=device, seeded=seed_samples, options=options)
 
 
 _AS_GIVEN = "lockstep.shard has taken it from the DataLoader that it was given, which has it still"
@@ -679,7 +678,7 @@ class ShardedLoader:
         order = None if self._now is None else self._now.order
         total = None if source.order in ("batches", "stream") else source.length
         if order is not None:  # a sampler may draw another number than it says
-            total = order.numel()
+            total = len(order)
         if self._slicing is not None:
             why = "the loader was sharded with slices=, whose outputs come in pieces: shard one without for predictions"
         else:
@@ -687,7 +686,7 @@ class ShardedLoader:
         return self._last_pass.handed_out(
             self._number,
             total=total,
-            order=None if source.order == "sequential" else order,
+            order=None if source.order == "sequential" or order is None else order.part(0, len(order)),
             unfinished=why,
         )
 

@@ -40,7 +40,7 @@ from lockstep import accelerator
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.labels import labelled
 from lockstep.comm.world import World
-from lockstep.data.order import mix
+from lockstep.data.mixing import mix
 from lockstep.data.seeding import seed_generators
 from lockstep.errors import LockstepError
 from lockstep.job import flight

@@ -192,4 +192,7 @@ def _texts(state: Any) -> Any:
 
 
 #: Those of torch (CPU), Python and NumPy's legacy interface.
-GENERATORS: tuple[Generator, ...] = (_OfTorch(), _OfPython(), _OfNumpy())
+TORCH: Generator = _OfTorch()
+PYTHON: Generator = _OfPython()
+NUMPY: Generator = _OfNumpy()
+GENERATORS = (TORCH, PYTHON, NUMPY)

@@ -106,10 +106,10 @@ def shard(
         seed: the seed of the order and of the samples' seeds, the same on all ranks. None: the initial seed of the
             ``generator=`` that the DataLoader was given, or else the world's seed.
         seed_samples: seed the generators of torch, Python and NumPy before each sample, so that random augmentation is
-            the same at every world size and after a resume: Note [Sample seeds] in ``data/seeding.py``. Costs
-            about 15 µs a sample; skipped for datasets that can't be random: TensorDataset, and Hugging Face's
-            without a transform of your own. With it a dataset that can fetch a whole batch at once (``__getitems__``)
-            is asked sample by sample; turn this off where that is slow and nothing is random.
+            the same at every world size and after a resume: Note [Sample seeds] in ``data/seeding.py``. Only the
+            generators that samples draw from are seeded; a sample that draws for the first time, and those of its
+            batch, are fetched twice. A dataset that can fetch a whole batch at once (``__getitems__``) is asked sample
+            by sample once it draws.
         to_device: on a CUDA rank, pin the memory and copy each batch to ``world.device`` while the one before it is in
             use. On a CPU rank batches are handed over as they are.
         slices: cut every global batch into this many slices at any world size; a rank goes through several, one after

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lockstep.data.batches import CutOrder
 from lockstep.data.cursor import Cursor
 from lockstep.data.mixing import mix, mixed
-from lockstep.data.order import Listed, Order, Permuted, Sequential, batch_count, epoch_order, share_bounds
+from lockstep.data.order import EpochOrder, Permuted, Sequential, batch_count, epoch_order, share_bounds
 
 _sizes = st.integers(0, 300)
 
@@ -78,7 +78,7 @@ def test_slices_in_proportion(count: int, shares: tuple[float, ...], sizes: list
 @given(length=_sizes, batch_size=st.integers(1, 40), drop_last=st.booleans(), start=_sizes)
 def test_batches_cover_the_rest_of_the_epoch_once(length: int, batch_size: int, drop_last: bool, start: int) -> None:
     order = torch.arange(1000, 1000 + length)
-    cut = CutOrder(Listed(order), batch_size=batch_size, drop_last=drop_last, cursor=Cursor(samples=start, batches=3))
+    cut = CutOrder(order, batch_size=batch_size, drop_last=drop_last, cursor=Cursor(samples=start, batches=3))
     batches = list(cut.from_number(3))
     assert len(batches) == batch_count(length, batch_size=batch_size, drop_last=drop_last, start=start)
     covered = [index for batch in batches for index in batch.indices.tolist()]
@@ -90,8 +90,8 @@ def test_batches_cover_the_rest_of_the_epoch_once(length: int, batch_size: int, 
     assert all(cut.batch(batch.number).indices.equal(batch.indices) for batch in batches)
 
 
-def _whole(order: Order) -> list[int]:
-    return order.part(0, len(order)).tolist()
+def _whole(order: EpochOrder) -> list[int]:
+    return order[:].tolist()
 
 
 def test_an_order_is_a_permutation_of_its_own() -> None:
@@ -105,7 +105,7 @@ def test_an_order_is_pinned() -> None:
     # A checkpoint taken in mid-epoch relies on these numbers staying as they are.
     assert mix(0, 0) == 0xA706DD2F4D197E6F
     assert _whole(epoch_order(8, seed=3, epoch=2)) == [5, 2, 0, 3, 6, 4, 7, 1]
-    assert epoch_order(2**22 + 1, seed=3, epoch=2).part(0, 4).tolist() == [254708, 294814, 2734352, 1536407]
+    assert epoch_order(2**22 + 1, seed=3, epoch=2)[:4].tolist() == [254708, 294814, 2734352, 1536407]
 
 
 @given(length=st.integers(2, 3000), key=st.integers(0, 2**64 - 1))
@@ -117,15 +117,16 @@ def test_an_order_that_is_computed_is_a_permutation(length: int, key: int) -> No
 @example(begin=8191, size=2)
 @example(begin=8192, size=8192)
 def test_a_part_is_that_of_the_whole(begin: int, size: int) -> None:
-    for order in (Permuted(25_000, 7), Sequential(25_000), Listed(torch.arange(25_000).flip(0))):
-        part = order.part(begin, begin + size)
+    orders: list[EpochOrder] = [Permuted(25_000, 7), Sequential(25_000), torch.arange(25_000).flip(0)]
+    for order in orders:
+        part = order[begin : begin + size]
         assert part.dtype == torch.int64
         assert part.tolist() == _whole(order)[begin : begin + size]
 
 
 def test_a_computed_order_is_as_random_as_one_that_is_drawn() -> None:
     length, keys = 5000, range(40)
-    orders = torch.stack([Permuted(length, mix(key, 0)).part(0, length) for key in keys]).double()
+    orders = torch.stack([Permuted(length, mix(key, 0))[:] for key in keys]).double()
     drawn = torch.stack([torch.randperm(length, generator=torch.Generator().manual_seed(key)) for key in keys]).double()
     statistics: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda order: (order[:, 1:] - order[:, :-1]).abs().mean(1),  # of neighbours: length / 3
@@ -146,7 +147,7 @@ def test_a_computed_order_is_as_random_as_one_that_is_drawn() -> None:
 
 def test_a_long_epoch_takes_no_list() -> None:
     order = epoch_order(10**15, seed=1, epoch=2)
-    part = order.part(10**15 - 3, 10**15 + 5)
+    part = order[10**15 - 3 : 10**15 + 5]
     assert part.shape == (3,)
     assert (part >= 0).all()
     assert (part < 10**15).all()

@@ -92,7 +92,7 @@ def _several(dataset: _Samples, part: range, places: range) -> list[list[object]
 
 def _fetched(dataset: _Samples, *, parts: Sequence[range], epochs: Sequence[int] = (5,)) -> list[list[object]]:
     """All samples in these epochs, a batch for each of ``parts``; each position is its own index."""
-    seeds, samples = SampleSeeds(), []
+    seeds, samples = SampleSeeds(looks_at_first=True), []
     for epoch_key in epochs:
         for part in parts:
             random.random()  # the process draws between batches, too
@@ -165,7 +165,7 @@ def test_what_does_not_move_a_generator_depends_on_the_epoch_alone() -> None:
 
 
 def test_the_workers_of_all_epochs_know_what_one_has_seen() -> None:
-    seeds = SampleSeeds()
+    seeds = SampleSeeds(looks_at_first=True)
     pid = os.fork()
     if pid == 0:  # a worker
         seeds.fetch(5, [0], lambda _: random.random(), lambda _: [random.random()])

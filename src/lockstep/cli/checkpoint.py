@@ -323,7 +323,7 @@ def rewind(folder: Path, step: int, dry_run: bool, as_json: bool) -> None:
     type=click.FloatRange(min=0, min_open=True),
     default=5.0,
     show_default=True,
-    metavar="GB",
+    metavar="GIGABYTES",
     help="Size of each file of --shards, at most.",
 )
 @click.option(

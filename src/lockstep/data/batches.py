@@ -48,7 +48,7 @@ from lockstep.comm.world import World
 from lockstep.data.costs import CostsOfSampler, SampleCosts, as_costs
 from lockstep.data.cursor import Cursor
 from lockstep.data.mixing import mix
-from lockstep.data.order import Order, as_indices, batch_count
+from lockstep.data.order import EpochOrder, as_indices, batch_count
 from lockstep.data.seeding import SamplerNumbers, parts_of_sampler
 from lockstep.errors import CheckpointMismatch, CollectiveMismatch, LockstepError, named
 
@@ -79,7 +79,7 @@ class EpochBatches(Protocol):
         ...
 
     @property
-    def order(self) -> Order | None:
+    def order(self) -> EpochOrder | None:
         """The order of the epoch's samples; None: they are drawn, and were not known before."""
         ...
 
@@ -111,7 +111,7 @@ class CutOrder:
 
     def __init__(
         self,
-        order: Order,
+        order: EpochOrder,
         *,
         batch_size: int,
         drop_last: bool,
@@ -136,7 +136,7 @@ class CutOrder:
     def batch(self, number: int) -> GlobalBatch:
         """See :class:`EpochBatches`."""
         begin = self._first.samples + (number - self._first.batches) * self._batch_size
-        indices = self.order.part(begin, begin + self._batch_size)
+        indices = self.order[begin : begin + self._batch_size]
         return GlobalBatch(number, begin, indices, None if self._costs is None else self._costs.of(indices))
 
 
@@ -328,7 +328,7 @@ class DrawnBatches:
         self._world, self._loader, self._ahead = shipping.world, shipping.loader, shipping.ahead
         self._begin, self._cursor = begin, cursor
         self.drawn, self._is_chained = drawn, is_chained
-        self.order: Order | None = None
+        self.order: EpochOrder | None = None
         costs = shipping.costs
         self._costs = None if costs is None or costs.is_told_by_rank_0 else costs
         self._drawing: Drawing | None = None

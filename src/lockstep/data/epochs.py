@@ -20,7 +20,7 @@ from lockstep.data.batches import (
     length_of,
 )
 from lockstep.data.cursor import Cursor
-from lockstep.data.order import Listed, Order, Sequential, digest_of, draw_order, epoch_order
+from lockstep.data.order import EpochOrder, digest_of, draw_order, epoch_order, sequential_order
 from lockstep.data.seeding import preserved_generators
 from lockstep.data.source import Shardable
 from lockstep.errors import CheckpointMismatch
@@ -127,7 +127,7 @@ class Epochs:
         self._now = DrawnBatches(shipping, begin, cursor=cursor, drawn=drawn, is_chained=True)
         return self._now
 
-    def _order(self, cursor: Cursor, *, seed: int, drawn: str | None) -> tuple[Order, str | None]:
+    def _order(self, cursor: Cursor, *, seed: int, drawn: str | None) -> tuple[EpochOrder, str | None]:
         """Return the order of the cursor's epoch, and its digest if a sampler drew it."""
         source, epoch = self._source, cursor.epoch
         if source.order == "sampler":
@@ -140,9 +140,10 @@ class Epochs:
                     "used are not known: let it draw from generators that it holds in attributes, or from torch's, "
                     "Python's or NumPy's global generators, which are seeded for each epoch"
                 )
-            return Listed(order), digest
+            return order, digest
         length = source.length or 0
-        return epoch_order(length, seed=seed, epoch=epoch) if source.order == "shuffled" else Sequential(length), None
+        is_shuffled = source.order == "shuffled"
+        return epoch_order(length, seed=seed, epoch=epoch) if is_shuffled else sequential_order(length), None
 
     def _ask_length(self) -> int | None:
         if self._source.order != "batches" or not self._world.is_main:

@@ -107,7 +107,8 @@ class FetchingDataset(Dataset[Fetched]):
     def __init__(self, dataset: Any, collate: Collate, *, seeded: bool, tells_indices: bool) -> None:
         self.dataset = dataset
         self._collate = collate
-        self._seeds = SampleSeeds() if seeded else None
+        fetches_batches = callable(getattr(dataset, "__getitems__", None))
+        self._seeds = SampleSeeds(looks_at_first=not fetches_batches) if seeded else None
         self._tells_indices = tells_indices
         # Indexing the tensors gives the same batch as default_collate, bit for bit, in a fraction of the time.
         self._at_once = type(dataset) is TensorDataset and collate is default_collate

@@ -686,7 +686,7 @@ class ShardedLoader:
         return self._last_pass.handed_out(
             self._number,
             total=total,
-            order=None if source.order == "sequential" or order is None else order.part(0, len(order)),
+            order=None if source.order == "sequential" or order is None else order[:],
             unfinished=why,
         )
 

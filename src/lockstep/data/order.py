@@ -38,30 +38,16 @@ _ROUNDS = 8
 _BLOCK = 8192
 
 
-class Order(Protocol):
-    """The order of an epoch's samples; the same on every rank."""
+class EpochOrder(Protocol):
+    """The order of an epoch's samples, the same on every rank: a tensor of indices, or what can be sliced as one is."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
         ...
 
-    def part(self, begin: int, end: int) -> torch.Tensor:
-        """Return the indices of the samples at places ``begin`` to ``end`` (exclusive; at most all): int64."""
+    def __getitem__(self, places: slice) -> torch.Tensor:
+        """Return the indices of the samples at these places, which follow each other: int64."""
         ...
-
-
-class Listed:
-    """An order that is a list of indices: int64 of shape (samples,)."""
-
-    def __init__(self, indices: torch.Tensor) -> None:
-        self._indices = indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def part(self, begin: int, end: int) -> torch.Tensor:
-        """See :class:`Order`."""
-        return self._indices[begin:end]
 
 
 class Sequential:
@@ -73,9 +59,10 @@ class Sequential:
     def __len__(self) -> int:
         return self._length
 
-    def part(self, begin: int, end: int) -> torch.Tensor:
-        """See :class:`Order`."""
-        return torch.arange(begin, max(begin, min(end, self._length)))
+    def __getitem__(self, places: slice) -> torch.Tensor:
+        """See :class:`EpochOrder`."""
+        begin, end, _ = places.indices(self._length)
+        return torch.arange(begin, max(begin, end))
 
 
 class Permuted:
@@ -96,9 +83,9 @@ class Permuted:
     def __len__(self) -> int:
         return self._length
 
-    def part(self, begin: int, end: int) -> torch.Tensor:
-        """See :class:`Order`."""
-        end = min(end, self._length)
+    def __getitem__(self, places: slice) -> torch.Tensor:
+        """See :class:`EpochOrder`."""
+        begin, end, _ = places.indices(self._length)
         if begin >= end:
             return torch.empty(0, dtype=torch.int64)
         blocks = [self._looked_up(number) for number in range(begin // _BLOCK, -(-end // _BLOCK))]
@@ -128,14 +115,19 @@ class Permuted:
         return high * self._width + low
 
 
-def epoch_order(length: int, *, seed: int, epoch: int) -> Order:
+def epoch_order(length: int, *, seed: int, epoch: int) -> EpochOrder:
     """Return a shuffled epoch: a permutation of ``range(length)``, the same on every rank."""
     key = mix(seed, epoch)
     if length > LISTED:
         return Permuted(length, key)
     generator = torch.Generator()
     generator.manual_seed(key)
-    return Listed(torch.randperm(length, generator=generator))
+    return torch.randperm(length, generator=generator)
+
+
+def sequential_order(length: int) -> EpochOrder:
+    """Return an epoch in the order of the data set."""
+    return Sequential(length) if length > LISTED else torch.arange(length)
 
 
 def share_bounds(count: int, *, rank: int, world_size: int, shares: tuple[float, ...] | None = None) -> tuple[int, int]:

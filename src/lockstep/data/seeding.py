@@ -7,13 +7,14 @@ position of the sample in the epoch's order). So a sample is augmented the same 
 in a world of any size, and after a resume in the middle of an epoch; and differently in the next epoch, or when a
 sampler draws it twice in one. The position is used rather than the sample's index for the sake of the latter.
 
-Seeding the three takes longer than many a dataset takes for a sample, and most draw from one of them or from none. So
-a generator is seeded for each sample only once a sample was seen to draw from it. Until then it rests, in a state that
+Seeding the three takes longer than many a dataset takes for a sample, and most draw from one of them or from none. So a
+generator is seeded for each sample only once a sample was seen to draw from it. Until then it rests, in a state that
 (seed, epoch) decide, and is looked at after each batch: if it has moved, the batch is fetched once more, with it seeded
 before each sample. Of the first batch of all the first sample is looked at alone, so that a dataset that always draws
-is asked twice for that one. What is handed out is the same as if all three were always seeded. A dataset can read a
-generator without moving it (``torch.initial_seed()``, or drawing within a context that restores the state
-afterwards): it then finds the resting state, the same for all samples of the epoch, at any number of ranks.
+is asked twice for that one (unless it fetches whole batches, which is worth more). What is handed out is the same as if
+all three were always seeded. A dataset can read a generator without moving it (``torch.initial_seed()``, or drawing
+within a context that restores the state afterwards): it then finds the resting state, the same for all samples of the
+epoch, at any number of ranks.
 
 The samples of a stream can't be asked for twice, so all three are seeded before each.
 
@@ -71,11 +72,15 @@ class SampleSeeds:
     """Fetches samples whose random numbers are those of their positions; see Note [Sample seeds].
 
     A dataset's workers share it, over all epochs.
+
+    Args:
+        looks_at_first: whether the first sample is fetched and looked at alone, rather than with its batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, looks_at_first: bool) -> None:
         #: 1 for each generator that a sample was seen to draw from, and 1 at the end once a sample was looked at.
         self._seen = torch.zeros(len(GENERATORS) + 1, dtype=torch.uint8).share_memory_()
+        self._seen[-1] = not looks_at_first
         #: The epoch's key and the state in which each generator rests.
         self._rest: tuple[int, list[Any]] = (-1, [])
 

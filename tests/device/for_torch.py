@@ -96,7 +96,7 @@ def _properties(index: int) -> Any:
         total_memory=16 << 30,
         multi_processor_count=132,
         clock_rate=1_980_000,
-        uuid=f"00000000-0000-0000-0000-{_numbers()[index]:012d}",
+        uuid=f"53494d55-0000-0000-0000-{_numbers()[index]:012d}",
         gcnArchName="",
     )
 

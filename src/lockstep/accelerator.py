@@ -319,7 +319,7 @@ def identity(device: torch.device) -> str | None:
     process: its UUID and its place on the PCI bus. None if its module tells neither."""
     told = properties(device)
     uuid = str(getattr(told, "uuid", None) or "")
-    place = [getattr(told, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    place: list[Any] = [getattr(told, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     found = [uuid] if uuid.strip("0-") else []  # some drivers have no numbers for their devices
     if None not in place:
         found.append("PCI {:04x}:{:02x}:{:02x}".format(*place))

@@ -274,3 +274,4 @@ def add_nccl() -> None:
     torch._C._distributed_c10d.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[misc]
     core: Any = torch._C
     core._nccl_version = lambda: (2 << 32) | (0 << 16) | 0
+    core._nccl_version_suffix = lambda: b""

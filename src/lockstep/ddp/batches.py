@@ -70,7 +70,7 @@ class BatchFlags:
             flags.copy_(self._rows[_digest(sending.batch)])
 
     def row(self, sending: Standing) -> Tensor | None:
-        """See :class:`~lockstep.ddp.later.Comparison`."""
+        """See :class:`~lockstep.ddp.later.RankComparison`."""
         return None if sending.batch is None else self._rows[_digest(sending.batch)]
 
     def read(self, bucket: Bucket, flags: Tensor, sending: Standing) -> None:  # noqa: ARG002

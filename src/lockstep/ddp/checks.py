@@ -16,7 +16,7 @@ from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.guard import StepGuard
 from lockstep.ddp.hooks import Forward
 from lockstep.ddp.kept_count import KeptCount
-from lockstep.ddp.later import Comparison, ReadLater
+from lockstep.ddp.later import RankComparison, ReadLater
 from lockstep.ddp.left_out import LeftOut
 from lockstep.ddp.members import parameters_of
 from lockstep.ddp.options import ReplicaOptions
@@ -114,7 +114,7 @@ class GradientChecks:
         """Return the comparisons for an accelerator: always the same, since one of their looks is still to be read."""
         if self._later is None:
             device = accelerator.with_index(param.device)
-            compared: list[Comparison] = [LeftOut(self._group, param.dtype, device)]
+            compared: list[RankComparison] = [LeftOut(self._group, param.dtype, device)]
             if batches:
                 compared.append(BatchFlags(self._group, param.dtype, device))
             self._later = ReadLater(compared, device)

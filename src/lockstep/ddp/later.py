@@ -29,7 +29,7 @@ from lockstep.step.share import BatchId
 _foreach_copy = _torch.foreach_copy()
 
 
-class Comparison(Protocol):
+class RankComparison(Protocol):
     """A rider that compares what ranks do, and needs no bucket to tell that they differ."""
 
     def width(self, parameters: int, *, is_last: bool) -> int:
@@ -57,7 +57,7 @@ class ReadLater:
         device: an accelerator, where the flags are.
     """
 
-    def __init__(self, comparisons: Sequence[Comparison], device: torch.device) -> None:
+    def __init__(self, comparisons: Sequence[RankComparison], device: torch.device) -> None:
         self._comparisons = comparisons
         self._captures = accelerator.capture_test([device])
         self._unread: _Unread | None = None

@@ -44,7 +44,7 @@ class LeftOut:
         flags.copy_(self._rows[sending.progress % _FLAGS])
 
     def row(self, sending: Standing) -> Tensor:
-        """See :class:`~lockstep.ddp.later.Comparison`."""
+        """See :class:`~lockstep.ddp.later.RankComparison`."""
         return self._rows[sending.progress % _FLAGS]
 
     def read(self, bucket: Bucket, flags: Tensor, sending: Standing) -> None:  # noqa: ARG002

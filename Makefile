@@ -13,6 +13,10 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 ECOSYSTEM := .venv-ecosystem/torch-$(TORCH)
 LIBRARIES := accelerate datasets lightning mlflow-skinny peft tensorboard timm torchmetrics transformers webdataset
 
+# "make gpu" needs a build of torch for the GPUs, which a plain one is for NVIDIA's (several gigabytes). For AMD's:
+# GPU_TORCH='torch torchvision --index-url https://download.pytorch.org/whl/rocm…'
+GPU_TORCH ?= torch==$(shell sed -n 's/^torch==//p' constraints.txt) torchvision
+
 # Ray brings half a gigabyte, so "make schedulers" has an environment of its own.
 SCHEDULERS := .venv-schedulers
 
@@ -37,7 +41,7 @@ NEED_GPUS := grep -lrE --include='test_*.py' 'mark\.gpu|ON_GPUS|OVER_ALL|on_gpus
 COMPILER := tests/ranks/test_compiled.py tests/unit/test_torch.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test simulated quick check format faults ecosystem schedulers tasks bench newest oldest pythons wheel house docs clean
+.PHONY: help demo test simulated gpu quick check format faults ecosystem schedulers tasks bench newest oldest pythons wheel house docs clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 16
@@ -50,6 +54,10 @@ test: $(READY)  ## all tests (in four processes, two of which mostly wait; WORKE
 
 simulated: $(READY)  ## the tests that need GPUs, on simulated ones (tests/device), which the first run compiles
 	$(SIMULATED) -n 2 -m "gpu and not campaign" $$($(NEED_GPUS))
+
+gpu:  ## on a machine with GPUs: the tests that need some, a benchmark, and a record of both to send (ten minutes)
+	$(call environment,.venv-gpu,$(PYTHON),$(GPU_TORCH))
+	.venv-gpu/bin/python -m scripts.gpu_record
 
 quick: $(READY)  ## the tests to run after each edit: nearly all without processes and some with
 	$(BIN)/$(TESTS) -n 2 -q $(QUICK) $(addprefix --ignore=,$(QUICK_WITHOUT))

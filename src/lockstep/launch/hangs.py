@@ -34,6 +34,7 @@ from lockstep.job.summary import Summary
 from lockstep.launch import evidence, report
 from lockstep.launch.evidence import ProcessFacts, Stillness
 from lockstep.launch.policy import RankState
+from lockstep.launch.ras import RasAddress, RasQuestion
 from lockstep.launch.report import Known
 
 #: Processor seconds per second above which a rank in a backward works rather than waits.
@@ -79,10 +80,22 @@ class HangWatch:
         pages: the ranks' pages in it.
         ranks: the ranks of this machine, which are consecutive.
         shortest: seconds that a rank may hold up the others before it is reported, however short the steps are.
+        ras: where NCCL can be asked how the ranks are; None: nowhere.
     """
 
-    def __init__(self, files: JobFiles, pages: Pages, ranks: range, *, world_size: int, shortest: float) -> None:
-        self._shortest = shortest
+    def __init__(
+        self,
+        files: JobFiles,
+        pages: Pages,
+        ranks: range,
+        *,
+        world_size: int,
+        shortest: float,
+        ras: RasAddress | None = None,
+    ) -> None:
+        self._shortest, self._ras = shortest, ras
+        #: What NCCL is asked about the ranks that were reported; None: nothing.
+        self._question: RasQuestion | None = None
         self._files = files
         self._pages = pages
         self._ranks = ranks
@@ -178,7 +191,7 @@ class HangWatch:
         self._times.add(min(look.steps or 0 for look in self._looks.values()), now)
         self._ledger.add(self.known(now), now=now, looks=self._looker.looks)
         if self._verdict is not None:
-            return self._see_whether_over(states, now)
+            return self._see_whether_over(states, now) or self._hear_of_nccl()
         if self._asked is not None:
             return self._answered(states, now)
         self._look_at_processes(states, now)
@@ -353,7 +366,31 @@ class HangWatch:
         self._reported = self._marks()
         self.text = report.describe_late(verdict, known, now=now, world_size=self._world_size)
         self._files.mark_late(self.text)
+        if self._ras is not None and any(known[rank].look.on_device for rank in verdict.waiting):
+            self._question = RasQuestion(self._ras)
         return [self.text]
+
+    def _hear_of_nccl(self) -> list[str]:
+        """Return what NCCL has answered about the ranks that were reported, once, and add it to the report."""
+        said = None if self._question is None else self._question.answer()
+        if said is None:
+            return []
+        self._question = None
+        if not said:
+            return []
+        self.text = f"{self.text}\n{said}"
+        self._files.mark_late(self.text)
+        return [said]
+
+    def has_waited(self, rank: int) -> bool:
+        """Return whether a rank waited for those that hold up the others, as the report says that still stands."""
+        return self._verdict is not None and rank in self._verdict.waiting
+
+    def close(self) -> None:
+        """Ask nobody any longer."""
+        if self._question is not None:
+            self._question.close()
+            self._question = None
 
     def _has_gone_on(self, verdict: HangVerdict, states: Mapping[int, RankState], now: float) -> bool:
         """Return whether what was suspected is over before it was reported."""
@@ -378,6 +415,7 @@ class HangWatch:
             return []  # the report stays true, also as the reason why the job ends
         self._verdict, self.text = None, ""
         self._files.mark_late("")
+        self.close()
         return [report.over(verdict, now=now)]
 
 

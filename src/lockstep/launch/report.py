@@ -9,7 +9,7 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -138,6 +138,8 @@ class Outcome:
     late: str = ""
     #: The checkpoint from which the run continues, if its ranks were asked to stop and have saved.
     note: StopNote | None = None
+    #: Rank -> where its flight recorder's file is; see watchdog.py.
+    flight_recorders: Mapping[int, Path] = field(default_factory=dict)
 
     @property
     def first(self) -> Ending | None:
@@ -310,10 +312,13 @@ def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
     elif record is not None and record.traceback:
         told = record.summary if len(record.summary) <= _BRIEF else record.type
         lines.append(f"{told} (its traceback is above)" if first.shown and not elsewhere else record.traceback.rstrip())
+    elif record is not None and first.was_aborted:
+        lines.append(f"{record.type}: {record.message}")
     elif first.log is not None and not first.shown:  # it may have said why before it left, as argparse does
         lines += _last_lines(first.log)
     if first.log is not None:
         lines.append(f"rank {first.rank}'s log: {first.log}")
+    lines += _flight_recorders(outcome.flight_recorders)
     others: dict[str, list[int]] = {}
     for ending in outcome.endings:
         if ending is not first and _concerned(ending, first):
@@ -326,6 +331,17 @@ def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
     if outcome.late and (record is None or outcome.late not in record.message):  # else the error says it already
         lines.append(outcome.late)
     return "\n".join(lines)
+
+
+def _flight_recorders(kept: Mapping[int, Path]) -> Iterator[str]:
+    """Say where the files of flight recorders are, and what reads them."""
+    if kept:
+        file = next(iter(kept.values()))
+        prefix = file.name.rstrip("0123456789")
+        yield (
+            f"the latest collectives of {which_ranks(kept)}, by torch's flight recorder: {file.parent}/{prefix}…; "
+            f"torchfrtrace {file.parent} --prefix {prefix} compares them"
+        )
 
 
 def log_named_by(outcome: Outcome) -> int | None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from multiprocessing import get_context, resource_sharer
 from pathlib import Path
 from typing import Any
@@ -19,32 +18,9 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep import knobs
-from lockstep.launch import channel
 from lockstep.launch.returned import Returned, send
-from tests import warm
 from tests.launching import LIMIT, gone_within, wait_for
 from tests.ranks import functions
-
-
-@pytest.fixture
-def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A zygote without torch, for tests of processes alone."""
-    monkeypatch.setenv(knobs.PRELOAD, "")
-
-
-@pytest.fixture
-def warm_zygote(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A zygote with torch that need not import it."""
-    started: list[warm.Zygote] = []
-
-    def start(argv: list[str], control: int, env: dict[str, str]) -> int:
-        started.append(warm.Zygote(argv, control, env))
-        return started[-1].pid
-
-    monkeypatch.setattr(channel, "start_zygote", start)
-    yield
-    for zygote in started:
-        assert zygote.wait(LIMIT) == 0
 
 
 def _sum_with_lockstep(rank: int, total: torch.Tensor) -> None:
@@ -293,7 +269,7 @@ def test_a_dead_zygote_is_an_error() -> None:
     ranks = lockstep.spawn(functions.fail, ("wait",), nprocs=1, join=False)
     assert ranks is not None
     (pid,) = ranks.pids()
-    os.kill(ranks._launcher.zygote.pid, signal.SIGKILL)
+    os.kill(ranks._ranks.launcher.zygote.pid, signal.SIGKILL)
     with pytest.raises(lockstep.LaunchError, match="the process that forks the ranks"):
         ranks.join()
     assert gone_within([pid], 1.0) == []

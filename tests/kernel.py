@@ -50,39 +50,72 @@ class Shown:
 def execute(steps: list[Step | str], *, cwd: Path, **env: str) -> list[Shown]:
     """Execute cells in one kernel, one after the other, and end it."""
     asked = json.dumps([asdict(step if isinstance(step, Step) else Step(step)) for step in steps])
+    return [Shown(**each) for each in json.loads(_run_here([], asked, cwd, env))]
+
+
+def execute_notebook(notebook: Path, *, cwd: Path, **env: str) -> Any:
+    """Execute a notebook that jupytext reads, as nbclient does, and return it as nbformat does.
+
+    Raises AssertionError with the error if a cell fails that is not marked ``raises-exception``.
+    """
+    import nbformat
+
+    return nbformat.reads(_run_here([str(notebook)], "", cwd, env), as_version=4)  # type: ignore[no-untyped-call]
+
+
+def _run_here(arguments: list[str], given: str, cwd: Path, env: dict[str, str]) -> str:
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernel"],
-        input=asked,
+        [sys.executable, "-m", "tests.kernel", *arguments],
+        input=given,
         capture_output=True,
         text=True,
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": path, "IPYTHONDIR": str(cwd / "ipython")} | env,
     )
     assert done.returncode == 0, done.stderr
-    return [Shown(**each) for each in json.loads(done.stdout)]
+    return done.stdout
 
 
-def _main() -> None:
+def _main(notebooks: list[str]) -> None:
     from jupyter_client.manager import KernelManager
 
     with tempfile.TemporaryDirectory() as folder:
         manager = KernelManager(transport="ipc", ip=f"{folder}/k", connection_file=f"{folder}/kernel.json")
-        manager.start_kernel()
-        client = manager.blocking_client()
-        client.start_channels()
-        client.wait_for_ready(timeout=_LIMIT)
-        found = []
-        try:
-            for step in json.load(sys.stdin):
-                if step["code"] in ("kill", "restart", "shutdown"):
-                    _end(step["code"], manager, client)
-                else:
-                    found.append(asdict(_run(step, manager, client)))
-        finally:
-            client.stop_channels()
-            manager.shutdown_kernel(now=True)
-    print(json.dumps(found))
+        for notebook in notebooks:
+            _print_executed(notebook, manager)
+        if not notebooks:
+            print(json.dumps(_found(json.load(sys.stdin), manager)))
+
+
+def _print_executed(notebook: str, manager: Any) -> None:
+    import jupytext
+    import nbclient
+    import nbformat
+
+    read = jupytext.read(notebook)
+    # (nbclient asks a manager for a client that it can await.)
+    manager.client_factory = "jupyter_client.asynchronous.AsyncKernelClient"
+    nbclient.NotebookClient(read, km=manager, timeout=int(_LIMIT)).execute()
+    print(nbformat.writes(read))
+
+
+def _found(steps: list[dict[str, str]], manager: Any) -> list[dict[str, Any]]:
+    manager.start_kernel()
+    client = manager.blocking_client()
+    client.start_channels()
+    client.wait_for_ready(timeout=_LIMIT)
+    found = []
+    try:
+        for step in steps:
+            if step["code"] in ("kill", "restart", "shutdown"):
+                _end(step["code"], manager, client)
+            else:
+                found.append(asdict(_run(step, manager, client)))
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    return found
 
 
 def _end(how: str, manager: Any, client: Any) -> None:
@@ -121,4 +154,4 @@ def _run(step: dict[str, str], manager: Any, client: Any) -> Shown:
 
 
 if __name__ == "__main__":
-    _main()
+    _main(sys.argv[1:])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lockstep import knobs
-from tests.kernel import Shown, Step, execute
+from tests.kernel import Shown, Step, execute, execute_notebook
 from tests.launching import gone_within
 
 pytest.importorskip("jupyter_client", reason="not in the environments of other versions of torch")
 
 _PIDS = "%ranks"
+_NOTEBOOKS = Path(__file__).parents[2] / "examples" / "notebooks"
 
 
 def _pids(shown: Shown) -> list[int]:
@@ -110,3 +112,65 @@ def test_a_kernel_that_ends_leaves_no_rank_behind(how: str, tmp_path: Path) -> N
     pids = _pids(found[2])
     assert len(pids) == 2
     assert gone_within(pids, 10.0) == []
+
+
+def test_spawn_calls_a_function_that_was_typed_in_a_cell(tmp_path: Path) -> None:
+    define, called = execute(
+        [
+            "import lockstep\nscale = 3\nclass Point:\n    def __init__(self, x): self.x = x\n"
+            "def move(rank, point): return Point(scale * point.x + rank)",
+            "moved = lockstep.spawn(move, (Point(5),), nprocs=2)\n"
+            "[each.x for each in moved], all(type(each) is Point for each in moved)",
+        ],
+        cwd=tmp_path,
+        **{knobs.PRELOAD: ""},
+    )
+    assert (define.ok, called.error, called.value) == (True, "", "([15, 16], True)")
+
+
+def _texts(notebook: Any) -> list[str]:
+    """What each cell of code shows, as text."""
+    found = []
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            parts = []
+            for output in cell.outputs:
+                if output.output_type == "stream":
+                    parts.append(output.text)
+                elif output.output_type == "error":
+                    parts += output.traceback
+                else:
+                    parts.append(output.data["text/plain"])
+            found.append("\n".join(parts))
+    return found
+
+
+def test_the_notebook_on_training(tmp_path: Path) -> None:
+    _, first, _, trained, figure, value, here, same, closed = _texts(
+        execute_notebook(_NOTEBOOKS / "train.md", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    )
+    assert first.splitlines()[0].startswith("rank 0 of 2, on cpu, with ")
+    assert "rank 1: 1 line\nrank 1 of 2, on cpu, with " in first
+    losses = [float(loss) for loss in re.findall(r"epoch \d+: loss ([\d.]+)", trained.partition("rank 1:")[0])]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] / 2
+    assert figure == "<Figure>"
+    assert "'weight': tensor(" in value
+    assert here.endswith("torch.Size([64, 2]))")
+    assert same == "True"
+    assert closed.startswith("no ranks;")
+
+
+def test_the_notebook_on_trouble(tmp_path: Path) -> None:
+    _, _, error, after, left_out, late, dead, fresh, other, more = _texts(
+        execute_notebook(_NOTEBOOKS / "trouble.md", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    )
+    assert error.startswith("CellFailed: rank 1 failed: ValueError: 2.0 is too large\n")
+    assert after == "tensor([3.])"
+    assert left_out.startswith("rank 0 saves")
+    assert "rank 1 has come to the end of the cell without that call" in left_out
+    assert "rank 1 of 2 has held up the others" in late
+    assert dead.startswith("RankFailed: rank 1 of 2 failed: killed by signal 9")
+    assert fresh.endswith("False")
+    assert "Add --new to end them" in other
+    assert more == "3"

@@ -20,16 +20,16 @@ from lockstep.errors import CellFailed, CellInterrupted, LaunchError
 from lockstep.interactive.messages import (
     CellEnded,
     CellError,
+    FigureDrawn,
     FreeWaiting,
     GroupsDone,
     InterruptCell,
     RenewGroups,
-    Report,
     RunCell,
     StopGroups,
     must_renew,
 )
-from lockstep.interactive.output import KeptOutput, RankPipe, Written
+from lockstep.interactive.output import Figure, KeptOutput, RankPipe, Written
 from lockstep.interactive.pool import RankPool
 from lockstep.job.messages import Channel
 from lockstep.launch import report
@@ -112,20 +112,23 @@ class RunningCell:
         """Take a message of the launcher's own: a rank is late, say. (See ``say_on`` in launch/report.py.)"""
         self._notes.append(text)
 
-    def turn(self) -> list[Written | str]:
+    def turn(self) -> list[Written | Figure | str]:
         """Wait for something to happen, for some hundredths of a second at most, and act on it.
 
         Returns:
-            what ranks have written, and what lockstep has to say.
+            what ranks have written and drawn, and what lockstep has to say.
         """
-        heard: list[Written | str] = []
+        heard: list[Written | Figure | str] = []
         ready = self._pool.turn(time.monotonic() + _TURN)
         for each in ready:
             if isinstance(each, RankPipe):
                 heard += self._pool.read(each)
             elif isinstance(each, Channel):
-                for told in self._pool.receive(each):
-                    self._hear(*told)
+                for rank, told in self._pool.receive(each):
+                    if isinstance(told, FigureDrawn):
+                        heard += [*self._pool.drain(), Figure(rank, told.png)]  # after what was printed before it
+                    else:
+                        self._hear(rank, told)
         now = time.monotonic()
         if self._pool.is_dead and self._stage is not _CellStage.DYING:
             self._stage = _CellStage.DYING
@@ -146,7 +149,7 @@ class RunningCell:
         One that does not stop by then is ended, and so are the others. May be called by a signal's handler."""
         self._asked += 1
 
-    def _hear(self, rank: int, told: Report) -> None:
+    def _hear(self, rank: int, told: CellEnded | GroupsDone) -> None:
         if isinstance(told, CellEnded):
             self._ended[rank] = told
         else:

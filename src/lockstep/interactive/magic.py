@@ -19,6 +19,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from lockstep import machine
 from lockstep.errors import CellInterrupted, LockstepError
 from lockstep.interactive.cell import RunningCell
+from lockstep.interactive.output import Figure
 from lockstep.interactive.ranks import InteractiveRanks, follow, show
 from lockstep.launch.report import ranks_by_default
 from lockstep.launch.spec import parse_ranks
@@ -77,7 +78,10 @@ class RanksMagics(Magics):
             raise UsageError(f"%%ranks: {error}") from None
         running = ranks.begin(cell)
         for each in follow(running):
-            show(each)
+            if isinstance(each, Figure):
+                self._show(data={"image/png": each.png, "text/plain": "<Figure>"})
+            else:
+                show(each)
         self._show_others(running)
         try:
             return running.result()

@@ -53,6 +53,14 @@ class CellEnded:
 
 
 @dataclass(frozen=True)
+class FigureDrawn:
+    """The rank whose output is watched has drawn a figure."""
+
+    #: A PNG, in base 64.
+    png: str
+
+
+@dataclass(frozen=True)
 class GroupsDone:
     """The process groups were stopped, or renewed."""
 
@@ -82,7 +90,7 @@ class CellError:
 
 
 Request = RunCell | InterruptCell | FreeWaiting | StopGroups | RenewGroups
-Report = CellEnded | GroupsDone
+Report = CellEnded | FigureDrawn | GroupsDone
 
 
 def must_renew(standings: list[dict[str, list[int]]], *, failed: bool) -> bool:

@@ -21,6 +21,15 @@ class Written:
     text: str
 
 
+@dataclass(frozen=True)
+class Figure:
+    """A figure that a rank has drawn."""
+
+    rank: int
+    #: A PNG, in base 64.
+    png: str
+
+
 class RankPipe:
     """The reading end of a rank's standard output or error.
 

@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 from lockstep.errors import LaunchError
 from lockstep.interactive.cell import RunningCell
-from lockstep.interactive.output import Written
+from lockstep.interactive.output import Figure, Written
 from lockstep.interactive.pool import RankPool
-
 
 Entered = TypeVar("Entered", bound="InteractiveRanks")
 
@@ -28,7 +27,7 @@ class InteractiveRanks:
 
         with lockstep.InteractiveRanks(2) as ranks:
             ranks.run("import torch, lockstep; world = lockstep.init()")
-            total = ranks.run("world.sum(world.rank)")  # the value of the last line, from rank 0
+            total = ranks.run("world.all_reduce(world.rank)")  # the value of the last line, from rank 0
 
     The ranks come from a fresh process, as those of :func:`lockstep.spawn`, so it does not matter what this one has
     done with GPUs or threads. ``lockstep.init()`` in a cell gives each its device. They end with this process, however
@@ -128,15 +127,17 @@ class InteractiveRanks:
         self._pool.close()
 
 
-def follow(cell: RunningCell) -> Iterator[Written | str]:
+def follow(cell: RunningCell) -> Iterator[Written | Figure | str]:
     """Yield what ranks write and what lockstep has to say until the cell is over; SIGINT interrupts it meanwhile."""
     with _interrupted_by_signal(cell):
         while not cell.is_over:
             yield from cell.turn()
 
 
-def show(each: Written | str) -> None:
+def show(each: Written | Figure | str) -> None:
     """Print what rank 0 has written, and what lockstep has to say, on this process's streams."""
+    if isinstance(each, Figure):
+        each = f"lockstep: rank {each.rank} has drawn a figure, which a notebook shows; save it with savefig() here"
     if isinstance(each, str):
         print(each, file=sys.stderr, flush=True)
     elif each.rank == 0:

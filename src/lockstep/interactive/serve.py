@@ -7,6 +7,7 @@ what a user calls there (signals, matplotlib, asyncio) may need it.
 from __future__ import annotations
 
 import ast
+import base64
 import contextlib
 import ctypes
 import linecache
@@ -22,10 +23,12 @@ from types import CodeType
 
 from lockstep import tracebacks
 from lockstep.errors import named, said
+from lockstep.interactive import sink
 from lockstep.interactive.interrupt import CellInterrupts
 from lockstep.interactive.messages import (
     CellEnded,
     CellError,
+    FigureDrawn,
     FreeWaiting,
     GroupsDone,
     InterruptCell,
@@ -43,6 +46,8 @@ from lockstep.launch.returned import send
 
 #: The most characters of a value, a message or a traceback that are sent.
 _LONGEST = 50_000
+#: matplotlib's backend, which matplotlib imports.
+_FIGURES = "lockstep.interactive.figures"
 #: Why a rank between two cells may keep others waiting: see Note [Late or slow] in job/hang.py.
 _IDLE = "it has come to the end of the cell"
 
@@ -68,6 +73,9 @@ class _CellRunner:
         vars(self._main)["__builtins__"] = sys.modules["builtins"]
 
     def run(self) -> None:
+        if self._rank == 0:
+            sink.show_png = self._show_png
+        os.environ["MPLBACKEND"] = f"module://{_FIGURES}"  # a kernel's own, which it hands on, needs the kernel
         sys.modules["__main__"] = self._main
         sys.argv[:] = [""]
         flight.current.expect(_IDLE)
@@ -99,6 +107,9 @@ class _CellRunner:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the program has gone: the zygote ends us
             self._channel.send(report)
 
+    def _show_png(self, png: bytes) -> None:
+        self._tell(FigureDrawn(base64.b64encode(png).decode()))
+
     def _run_cell(self, cell: RunCell, fds: list[int]) -> CellEnded:
         shown: str | None = None
         error: CellError | None = None
@@ -107,6 +118,7 @@ class _CellRunner:
         try:
             with self._interrupts.during(cell.number):
                 value = self._execute(cell)
+                _show_figures()
                 if value is not None and fds:
                     shown = _shortened(_shown(value))
                     send(fds.pop(), value, by_value=by_value.is_available())
@@ -171,6 +183,13 @@ def _shortened(text: str) -> str:
         return text
     half = _LONGEST // 2
     return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+
+
+def _show_figures() -> None:
+    """Show the figures that are still open, if matplotlib has been used."""
+    figures = sys.modules.get(_FIGURES)
+    if figures is not None:
+        figures.show_all()
 
 
 def _flush() -> None:

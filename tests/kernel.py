@@ -97,7 +97,7 @@ def _print_executed(notebook: str, manager: Any) -> None:
     # (nbclient asks a manager for a client that it can await.)
     manager.client_factory = "jupyter_client.asynchronous.AsyncKernelClient"
     nbclient.NotebookClient(read, km=manager, timeout=int(_LIMIT)).execute()
-    print(nbformat.writes(read))
+    print(nbformat.writes(read))  # type: ignore[no-untyped-call]
 
 
 def _found(steps: list[dict[str, str]], manager: Any) -> list[dict[str, Any]]:

@@ -47,8 +47,8 @@ from lockstep.errors import PeerLost as PeerLost
 from lockstep.errors import RankFailed as RankFailed
 from lockstep.errors import RendezvousError as RendezvousError
 from lockstep.errors import ReplicaMismatch as ReplicaMismatch
-from lockstep.interactive.magic import load_ipython_extension as load_ipython_extension
-from lockstep.interactive.magic import unload_ipython_extension as unload_ipython_extension
+from lockstep.interactive.extension import load_ipython_extension as load_ipython_extension
+from lockstep.interactive.extension import unload_ipython_extension as unload_ipython_extension
 from lockstep.interactive.ranks import InteractiveRanks as InteractiveRanks
 from lockstep.job.flight import expect_slow as expect_slow
 from lockstep.launch.spawn import spawn as spawn

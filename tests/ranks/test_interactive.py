@@ -13,6 +13,7 @@ import pytest
 import lockstep
 from lockstep import knobs
 from lockstep.interactive.cell import RemoteValue
+from lockstep.interactive.output import CellText
 from lockstep.interactive.ranks import follow
 from tests.launching import gone_within
 
@@ -57,7 +58,7 @@ class _Ranks(lockstep.InteractiveRanks):
         running = self.begin(textwrap.dedent(source))
         seen = ""
         for each in follow(running):
-            seen += "" if isinstance(each, str) or each.rank else each.text
+            seen += each.text if isinstance(each, CellText) and each.rank == 0 else ""
             if when in seen:
                 seen = ""
                 for _ in range(times):
@@ -90,7 +91,7 @@ def test_each_rank_has_its_own_output_whoever_writes_it() -> None:
         running = ranks.begin(textwrap.dedent(source))
         heard = list(follow(running))
         assert running.result() is None
-    live = "".join(each.text for each in heard if not isinstance(each, str) and (each.rank, each.stream) == (0, 1))
+    live = "".join(each.text for each in heard if isinstance(each, CellText) and (each.rank, each.stream) == (0, 1))
     assert live == "child 0\npython 0\r10%\r100%\n"  # a child writes past what Python holds until a line ends
     assert sorted(running.output[1].text.splitlines()) == ["100%", "child 1", "error 1"]
 

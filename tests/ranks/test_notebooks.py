@@ -149,8 +149,8 @@ def test_the_notebook_on_training(tmp_path: Path) -> None:
     _, first, _, trained, figure, value, here, same, closed = _texts(
         execute_notebook(_NOTEBOOKS / "train.md", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
     )
-    assert first.splitlines()[0].startswith("rank 0 of 2, on cpu, with ")
-    assert "rank 1: 1 line\nrank 1 of 2, on cpu, with " in first
+    assert first.splitlines()[0].startswith("rank 0 of 2, on cpu; threads: ")
+    assert "rank 1: 1 line\nrank 1 of 2, on cpu; threads: " in first
     losses = [float(loss) for loss in re.findall(r"epoch \d+: loss ([\d.]+)", trained.partition("rank 1:")[0])]
     assert len(losses) == 4
     assert losses[-1] < losses[0] / 2
@@ -174,3 +174,13 @@ def test_the_notebook_on_trouble(tmp_path: Path) -> None:
     assert fresh.endswith("False")
     assert "Add --new to end them" in other
     assert more == "3"
+
+
+def test_the_cells_of_the_page(tmp_path: Path) -> None:
+    page = (_NOTEBOOKS.parents[1] / "docs" / "notebooks.md").read_text()
+    cells: list[Step | str] = re.findall(r"```ipython\n(.*?)```", page, re.DOTALL)
+    found = execute(cells, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert [each.error for each in found] == [""] * 4
+    assert found[1].stdout == "rank 0 on cpu\n"
+    assert float(found[2].value or "") > 0
+    assert found[3].value == "[30, 31]"

@@ -29,7 +29,7 @@ from lockstep.interactive.messages import (
     StopGroups,
     must_renew,
 )
-from lockstep.interactive.output import Figure, KeptOutput, RankPipe, Written
+from lockstep.interactive.output import CellFigure, CellText, KeptOutput, RankPipe
 from lockstep.interactive.pool import RankPool
 from lockstep.job.messages import Channel
 from lockstep.launch import report
@@ -112,13 +112,13 @@ class RunningCell:
         """Take a message of the launcher's own: a rank is late, say. (See ``say_on`` in launch/report.py.)"""
         self._notes.append(text)
 
-    def turn(self) -> list[Written | Figure | str]:
+    def turn(self) -> list[CellText | CellFigure | str]:
         """Wait for something to happen, for some hundredths of a second at most, and act on it.
 
         Returns:
             what ranks have written and drawn, and what lockstep has to say.
         """
-        heard: list[Written | Figure | str] = []
+        heard: list[CellText | CellFigure | str] = []
         ready = self._pool.turn(time.monotonic() + _TURN)
         for each in ready:
             if isinstance(each, RankPipe):
@@ -126,7 +126,7 @@ class RunningCell:
             elif isinstance(each, Channel):
                 for rank, told in self._pool.receive(each):
                     if isinstance(told, FigureDrawn):
-                        heard += [*self._pool.drain(), Figure(rank, told.png)]  # after what was printed before it
+                        heard += [*self._pool.drain(), CellFigure(rank, told.png)]  # after what was printed before it
                     else:
                         self._hear(rank, told)
         now = time.monotonic()
@@ -138,7 +138,7 @@ class RunningCell:
             heard += self._pool.drain()
             report.say_on(None)
         for each in heard:
-            if isinstance(each, Written):
+            if isinstance(each, CellText):
                 self.output[each.rank].add(each)
         heard += self._notes
         self._notes.clear()

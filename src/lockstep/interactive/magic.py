@@ -19,7 +19,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from lockstep import machine
 from lockstep.errors import CellInterrupted, LockstepError
 from lockstep.interactive.cell import RunningCell
-from lockstep.interactive.output import Figure
+from lockstep.interactive.output import CellFigure
 from lockstep.interactive.ranks import InteractiveRanks, follow, show
 from lockstep.launch.report import ranks_by_default
 from lockstep.launch.spec import parse_ranks
@@ -78,7 +78,7 @@ class RanksMagics(Magics):
             raise UsageError(f"%%ranks: {error}") from None
         running = ranks.begin(cell)
         for each in follow(running):
-            if isinstance(each, Figure):
+            if isinstance(each, CellFigure):
                 self._show(data={"image/png": each.png, "text/plain": "<Figure>"})
             else:
                 show(each)
@@ -154,23 +154,3 @@ def _leave_out_frames(error: LockstepError | CellInterrupted) -> None:
     if isinstance(error, CellInterrupted):
         lines = [*error.traceback.rstrip().splitlines(), *lines]
     vars(error)["_render_traceback_"] = lambda: lines  # the method that IPython asks an exception for
-
-
-def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Add ``%%ranks`` to IPython; ``%load_ext lockstep`` calls it.
-
-    Args:
-        shell: the running shell.
-    """
-    shell.register_magics(RanksMagics(shell))
-
-
-def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """End the ranks; ``%unload_ext lockstep`` calls it, and ``%reload_ext lockstep`` before it loads anew.
-
-    Args:
-        shell: the running shell.
-    """
-    for magics in shell.magics_manager.registry.values():
-        if isinstance(magics, RanksMagics):
-            magics.close()

@@ -12,7 +12,7 @@ _CHUNK, _KEPT = 65536, 1 << 20
 
 
 @dataclass(frozen=True)
-class Written:
+class CellText:
     """Something that a rank has written."""
 
     rank: int
@@ -22,7 +22,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Figure:
+class CellFigure:
     """A figure that a rank has drawn."""
 
     rank: int
@@ -53,18 +53,18 @@ class RankPipe:
         os.close(self.writing)
         self.writing = -1
 
-    def read(self) -> tuple[list[Written], bool]:
+    def read(self) -> tuple[list[CellText], bool]:
         """Return what is there, and whether more may come."""
         try:
             data = os.read(self._reading, _CHUNK)
         except BlockingIOError:
             return [], True
         text = self._decoder.decode(data, final=not data)
-        return ([Written(self.rank, self.stream, text)] if text else []), bool(data)
+        return ([CellText(self.rank, self.stream, text)] if text else []), bool(data)
 
-    def drain(self) -> list[Written]:
+    def drain(self) -> list[CellText]:
         """Return all that has been written so far."""
-        found: list[Written] = []
+        found: list[CellText] = []
         poll = select.poll()
         poll.register(self._reading, select.POLLIN)
         while poll.poll(0):
@@ -85,12 +85,12 @@ class RankPipe:
 class KeptOutput:
     """The output of one rank in one cell, in the order in which it came; of very much, the end."""
 
-    parts: list[Written] = field(default_factory=list)
+    parts: list[CellText] = field(default_factory=list)
     _length: int = 0
     #: The characters that were left out at the beginning.
     left_out: int = 0
 
-    def add(self, written: Written) -> None:
+    def add(self, written: CellText) -> None:
         """Keep something."""
         self.parts.append(written)
         self._length += len(written.text)

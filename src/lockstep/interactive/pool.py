@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.errors import LaunchError, RankFailed
 from lockstep.interactive.messages import Report
-from lockstep.interactive.output import RankPipe, Written
+from lockstep.interactive.output import CellText, RankPipe
 from lockstep.job.messages import Channel
 from lockstep.job.page import Look
 from lockstep.launch.called import CalledRanks
@@ -121,14 +121,14 @@ class RankPool:
             self._forget(channel)
             return []
 
-    def read(self, pipe: RankPipe) -> list[Written]:
+    def read(self, pipe: RankPipe) -> list[CellText]:
         """Return what has come through a pipe that is ready."""
         written, goes_on = pipe.read()
         if not goes_on:
             self._forget(pipe)
         return written
 
-    def drain(self) -> list[Written]:
+    def drain(self) -> list[CellText]:
         """Return all that ranks have written so far."""
         return [written for pipe in self._pipes for written in pipe.drain()]
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from lockstep.errors import LaunchError
 from lockstep.interactive.cell import RunningCell
-from lockstep.interactive.output import Figure, Written
+from lockstep.interactive.output import CellFigure, CellText
 from lockstep.interactive.pool import RankPool
 
 Entered = TypeVar("Entered", bound="InteractiveRanks")
@@ -127,16 +127,16 @@ class InteractiveRanks:
         self._pool.close()
 
 
-def follow(cell: RunningCell) -> Iterator[Written | Figure | str]:
+def follow(cell: RunningCell) -> Iterator[CellText | CellFigure | str]:
     """Yield what ranks write and what lockstep has to say until the cell is over; SIGINT interrupts it meanwhile."""
     with _interrupted_by_signal(cell):
         while not cell.is_over:
             yield from cell.turn()
 
 
-def show(each: Written | Figure | str) -> None:
+def show(each: CellText | CellFigure | str) -> None:
     """Print what rank 0 has written, and what lockstep has to say, on this process's streams."""
-    if isinstance(each, Figure):
+    if isinstance(each, CellFigure):
         each = f"lockstep: rank {each.rank} has drawn a figure, which a notebook shows; save it with savefig() here"
     if isinstance(each, str):
         print(each, file=sys.stderr, flush=True)

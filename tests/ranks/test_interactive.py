@@ -7,6 +7,7 @@ import signal
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -288,21 +289,18 @@ def test_messages_of_a_failed_cell_do_not_reach_the_next(monkeypatch: pytest.Mon
     with _ranks(first=TRAINING) as ranks:
         with pytest.raises(lockstep.CellFailed, match="rank 1 failed: ZeroDivisionError"):
             ranks.cell("""
-                if world.rank == 0:
-                    sent = [dist.isend(torch.tensor([float(n)]), 1) for n in range(5)]
-                    dist.recv(torch.zeros(1), 1)
-                else:
-                    dist.recv(torch.zeros(1), 0)
+                if world.rank == 1:
                     1 / 0
+                sent = [dist.isend(torch.tensor([float(n)]), 1) for n in range(5)]
+                dist.recv(torch.zeros(1), 1)
             """)
-        ranks.run("sent = None")
         found = ranks.cell("""
-            t = torch.tensor([7.0 + world.rank])
-            if world.rank == 1: dist.send(t, 0)
-            else: dist.recv(t, 1)
-            t.item()
+            sent, t = None, torch.tensor([7.0])
+            if world.rank == 0: dist.send(t, 1)
+            else: dist.recv(t.zero_(), 0)
+            of_all(t.item())
         """)
-        assert found == 8.0
+        assert found == [7.0, 7.0]
 
 
 @pytest.mark.usefixtures("warm_zygote")
@@ -319,25 +317,31 @@ def test_steps_that_only_some_ranks_took_are_told(
 
 
 @pytest.mark.usefixtures("warm_zygote")
-def test_a_late_rank_is_reported_in_the_cell_and_waiting_for_a_cell_is_not_late(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_late_rank_is_reported_in_the_cell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(knobs.TIMES, "0.2")
+    flag = tmp_path / "goes on"
+    source = f"if world.rank == 1:\n    while not os.path.exists({str(flag)!r}): time.sleep(0.01)\ndist.barrier()"
     with _ranks(first=TRAINING) as ranks:
         ranks.run("for _ in range(3): step()")
-        source = "if world.rank == 1:\n    while not os.path.exists(flag): time.sleep(0.01)\ndist.barrier()"
-        ranks.run("import tempfile\nfound = [tempfile.mktemp()]\ndist.broadcast_object_list(found)\nflag = found[0]")
-        flag = ranks.run("flag")
         running = ranks.begin(source)
         said: list[str] = []
         for each in follow(running):
             if isinstance(each, str):
                 said.append(each)
-                open(flag, "w").close()
-        os.unlink(flag)
+                flag.touch()
         assert running.result() is None
-        assert "rank 1 of 2 has held up the others" in said[0]
-        assert "<cell 5>:2 in <module>" in said[0]
+    assert "rank 1 of 2 has held up the others" in said[0]
+    assert "<cell 3>:2 in <module>" in said[0]
+
+
+@pytest.mark.usefixtures("warm_zygote")
+def test_a_rank_at_the_end_of_a_cell_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(knobs.TIMES, "0.2")  # late after a second
+    with _ranks(first=TRAINING) as ranks:
+        ranks.run("for _ in range(3): step()")
+        running = ranks.begin("if world.rank == 0:\n    for _ in range(4): time.sleep(1)")
+        assert [each for each in follow(running) if isinstance(each, str)] == []
+        assert running.result() is None
 
 
 @pytest.mark.usefixtures("warm_zygote")

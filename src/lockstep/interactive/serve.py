@@ -48,8 +48,6 @@ from lockstep.launch.returned import send
 _LONGEST = 50_000
 #: matplotlib's backend, which matplotlib imports.
 _FIGURES = "lockstep.interactive.figures"
-#: Why a rank between two cells may keep others waiting: see Note [Late or slow] in job/hang.py.
-_IDLE = "it has come to the end of the cell"
 
 
 def serve(rank: int, endpoint: socket.socket) -> None:
@@ -78,7 +76,6 @@ class _CellRunner:
         os.environ["MPLBACKEND"] = f"module://{_FIGURES}"  # a kernel's own, which it hands on, needs the kernel
         sys.modules["__main__"] = self._main
         sys.argv[:] = [""]
-        flight.current.expect(_IDLE)
         threading.Thread(target=self._listen, name="lockstep-cells", daemon=True).start()
         while (task := self._tasks.get()) is not None:
             request, fds = task
@@ -113,7 +110,6 @@ class _CellRunner:
     def _run_cell(self, cell: RunCell, fds: list[int]) -> CellEnded:
         shown: str | None = None
         error: CellError | None = None
-        flight.current.expect("")
         flight.current.enter(Phase.OWN)
         try:
             with self._interrupts.during(cell.number):
@@ -128,8 +124,7 @@ class _CellRunner:
             for fd in fds:
                 os.close(fd)
             _flush()
-            flight.current.expect(_IDLE)
-        return CellEnded(shown, None if error is None else asdict(error), _standing())
+            return CellEnded(shown, None if error is None else asdict(error), _standing())
 
     def _execute(self, cell: RunCell) -> object:
         """Run a cell, and return the value of its last line if that is an expression."""

@@ -295,12 +295,13 @@ def test_messages_of_a_failed_cell_do_not_reach_the_next(monkeypatch: pytest.Mon
                 dist.recv(torch.zeros(1), 1)
             """)
         found = ranks.cell("""
-            sent, t = None, torch.tensor([7.0])
-            if world.rank == 0: dist.send(t, 1)
-            else: dist.recv(t.zero_(), 0)
-            of_all(t.item())
+            sent, t = None, torch.zeros(5, 1)
+            for number, each in enumerate(t):
+                if world.rank == 0: dist.send(each + number + 10, 1)
+                else: dist.recv(each, 0)
+            of_all(t.flatten().tolist())
         """)
-        assert found == [7.0, 7.0]
+        assert found == [[0.0] * 5, [10.0, 11.0, 12.0, 13.0, 14.0]]
 
 
 @pytest.mark.usefixtures("warm_zygote")

@@ -124,7 +124,7 @@ class _CellRunner:
             for fd in fds:
                 os.close(fd)
             _flush()
-            return CellEnded(shown, None if error is None else asdict(error), _standing())
+        return CellEnded(shown, None if error is None else asdict(error), _standing())
 
     def _execute(self, cell: RunCell) -> object:
         """Run a cell, and return the value of its last line if that is an expression."""

@@ -68,7 +68,7 @@ class RemoteValue:
 
 
 class RunningCell:
-    """A cell on all ranks, from its beginning to its end; made by :meth:`InteractiveRanks.begin`.
+    """A cell on all ranks, from its beginning to its end; made by :meth:`lockstep.InteractiveRanks.begin`.
 
     Its owner calls :meth:`turn` until :attr:`is_over`, and then :meth:`result`.
     """
@@ -341,7 +341,7 @@ class RunningCell:
 
     def _failure(self, errors: dict[int, CellError]) -> CellFailed | CellInterrupted:
         if self._asked:
-            rank = min(errors)
+            rank = min(errors, key=lambda rank: (errors[rank].type != "KeyboardInterrupt", rank))
             return CellInterrupted(_headline(errors, rank, "was interrupted"), traceback=errors[rank].traceback)
         causes = {rank: error for rank, error in errors.items() if rank not in self._freed} or errors
         first = min(causes, key=lambda rank: (causes[rank].at, rank))

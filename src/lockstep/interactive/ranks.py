@@ -81,8 +81,8 @@ class InteractiveRanks:
             source: Python, as at the top of a module. Names that it binds stay for the next cell.
 
         Returns:
-            the value of the last line on rank 0, if that is an expression without a semicolon behind it; None: it has
-            none. Tensors arrive as copies, on the CPU. In place of what can't be sent stands a
+            the value of the last line on rank 0, or None if that is no expression, or has a semicolon behind it.
+            Tensors arrive as copies, on the CPU. In place of what can't be sent stands a
             :class:`~lockstep.interactive.cell.RemoteValue`, which is shown as rank 0 shows it.
 
         Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import textwrap
@@ -355,3 +356,38 @@ def test_over_gloo_a_wait_that_cannot_be_freed_ends_the_ranks(monkeypatch: pytes
         )
         assert isinstance(error, lockstep.RankFailed)
         assert "rank 1 did not stop when the cell was interrupted" in str(error)
+
+
+@pytest.mark.usefixtures("warm_zygote")
+def test_over_gloo_the_ranks_open_another_process_group(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(knobs.BACKEND, "gloo")
+    with _ranks(first=TRAINING) as ranks:
+        ranks.run("step()")
+        with pytest.raises(lockstep.CellFailed, match="rank 1 failed: ZeroDivisionError"):
+            ranks.run("t = torch.ones(1)\nif world.rank: 1 / 0\nwork = dist.all_reduce(t, async_op=True)")
+        assert "run the cells with lockstep.replicate" in capfd.readouterr().err
+        assert ranks.run("world.all_reduce(world.rank + 1)") == 3
+        ranks.run("lockstep.release(model)\nmodel = lockstep.replicate(model)\nstep()")
+        assert ranks.run("len(set(of_all(model.weight.sum().item())))") == 1
+
+
+@pytest.mark.usefixtures("bare")
+def test_an_interrupt_before_the_ranks_have_started_ends_the_first_cell() -> None:
+    with _Ranks(2) as ranks:
+        running = ranks.begin("import time\ntime.sleep(1000)")
+        running.interrupt()
+        list(follow(running))
+        with pytest.raises(lockstep.CellInterrupted):
+            running.result()
+        assert ranks.run("1 + 1") == 2
+
+
+@pytest.mark.usefixtures("warm_zygote")
+def test_the_record_of_the_run_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with _ranks(first=TRAINING) as ranks:
+        ranks.run("for _ in range(20): step()")
+    (record,) = tmp_path.rglob("run.json")
+    assert json.loads(record.read_text())["end"]["code"] == "run-done"

@@ -264,6 +264,22 @@ def test_a_rank_that_holds_up_the_others_is_named_and_the_callers_signals_stay_i
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+def _of_the_rank(rank: int, given: torch.Tensor) -> dict[str, torch.Tensor]:
+    given[rank] = 1.0
+    return {"tensor": torch.full((3,), float(rank))}
+
+
+@pytest.mark.usefixtures("warm_zygote")
+def test_tensors_of_typed_functions_are_shared_as_arguments_and_copied_as_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lockstep.launch.spawn._is_typed", lambda *_: True)
+    given = torch.zeros(2)
+    found = lockstep.spawn(_of_the_rank, (given,), nprocs=2)  # the ranks have ended when their results are read
+    assert [each["tensor"].tolist() for each in found] == [[0.0] * 3, [1.0] * 3]
+    assert given.tolist() == [1.0, 1.0]
+
+
 @pytest.mark.usefixtures("bare")
 def test_a_dead_zygote_is_an_error() -> None:
     ranks = lockstep.spawn(functions.fail, ("wait",), nprocs=1, join=False)

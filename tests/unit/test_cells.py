@@ -98,7 +98,7 @@ def _typed(source: str) -> dict[str, object]:
     return space
 
 
-def test_what_was_typed_goes_by_value_and_all_else_as_by_multiprocessing() -> None:
+def test_what_was_typed_goes_by_value_and_the_rest_as_ever() -> None:
     space = _typed("base = 5\nclass Point:\n    x = 2\ndef add(n): return base + n + Point.x")
     file = io.BytesIO()
     by_value.pickler(file).dump((space["add"], space["Point"], KeptOutput()))
@@ -106,7 +106,7 @@ def test_what_was_typed_goes_by_value_and_all_else_as_by_multiprocessing() -> No
     assert add(1) == 8
     assert (point.x, kept.text) == (2, "")
     with pytest.raises(RuntimeError, match="should only be shared between processes through inheritance"):
-        by_value.pickler(io.BytesIO()).dump(multiprocessing.Lock())  # multiprocessing's own refusal
+        by_value.pickler(io.BytesIO(), shares=True).dump(multiprocessing.Lock())  # multiprocessing's own refusal
 
 
 def test_a_typed_function_needs_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> None:

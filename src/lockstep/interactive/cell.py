@@ -74,7 +74,7 @@ class RunningCell:
     """
 
     def __init__(self, pool: RankPool, number: int, source: str) -> None:
-        self._pool = pool
+        self._pool, self._number = pool, number
         self._stage = _CellStage.RUNNING
         self._returned = Returned()
         self._ended: dict[int, CellEnded] = {}
@@ -239,10 +239,10 @@ class RunningCell:
             trains = all(self._pool.steps(rank) > self._begun_at[rank] for rank in self._running)
             if self._next_way is None and self._asked == 1 and trains:
                 self._next_way = now + knobs.times().to_a_step
-                self._ask_running(InterruptCell(False))
+                self._ask_running(InterruptCell(self._number, False))
             elif self._next_way is None or self._asked > 1 or now > self._next_way:
                 self._asked_at_once, self._next_way = True, now + knobs.times().stranded
-                self._ask_running(InterruptCell(True))
+                self._ask_running(InterruptCell(self._number, True))
             return
         if self._next_way is None or not (now > self._next_way or self._asked > _PATIENT):
             return

@@ -33,8 +33,10 @@ class CellInterrupts:
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
-        #: True while a cell runs; True once it is to be interrupted after a step; once where it is.
-        self._armed = self._after_step = self._at_once = False
+        #: True while a cell runs; the number of the last cell.
+        self._armed, self._number = False, 0
+        #: The cell that is to be interrupted after a step, and the one where it is; 0: none is.
+        self._after_step = self._at_once = 0
         self._steps = 0
         self._agreement: Agreement | None = None
         signal.signal(signal.SIGINT, self._on_signal)
@@ -47,31 +49,33 @@ class CellInterrupts:
         assert pages is not None, "a launcher has started this rank"
         board = PageBoard(pages, rank=identity.rank, cell=Cell.INTERRUPT)
         self._agreement = Agreement(board, world_size=identity.world_size, round_=number)
-        self._steps, self._after_step, self._at_once = 0, False, False
+        self._steps, self._number = 0, number
         try:
             self._armed = True
+            if self._at_once == number:  # it was asked for before the cell could begin
+                raise KeyboardInterrupt
             yield
         finally:
             self._armed = False
 
-    def ask(self, *, at_once: bool) -> None:
-        """Interrupt the cell under way; called from another thread."""
+    def ask(self, number: int, *, at_once: bool) -> None:
+        """Interrupt the cell of this number, if it is under way or still to come; called from another thread."""
         if at_once:
-            self._at_once = True
+            self._at_once = number
             signal.pthread_kill(self._thread, signal.SIGINT)
         else:
-            self._after_step = True
+            self._after_step = number
 
     def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:
-        if self._armed and self._at_once:
-            self._at_once = False  # once for each time that it is asked for
+        if self._armed and self._at_once == self._number:
+            self._at_once = 0  # once for each time that it is asked for
             raise KeyboardInterrupt
 
     def _on_step(self) -> bool:
         """Act after an optimizer's step. Always returns False: the next one is to be told of, too."""
         if self._armed and self._agreement is not None:
             self._steps += 1
-            wanted = Action.STOP if self._after_step else None
+            wanted = Action.STOP if self._after_step == self._number else None
             if self._agreement.due(self._steps, wanted=wanted) is Action.STOP:
                 raise KeyboardInterrupt
         return False

@@ -16,8 +16,9 @@ class RunCell:
 
 @dataclass(frozen=True)
 class InterruptCell:
-    """Interrupt the cell under way: after a step on which the ranks agree, or ``at_once``."""
+    """Interrupt a cell: after a step on which the ranks agree, or ``at_once``."""
 
+    number: int
     at_once: bool
 
 

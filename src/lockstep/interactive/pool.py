@@ -187,7 +187,11 @@ class RankPool:
             for each in self._calls.turn(by):
                 if isinstance(each, RankPipe):
                     self.read(each)
-        self._calls.close()
+        while not self.has_ended:
+            self.end_all(time.monotonic())
+            self._calls.turn(time.monotonic() + _LEAVING)
+        if not self.is_closed:
+            self._calls.conclude()  # the run's record ends as well
         for pipe in self._pipes:
             pipe.close()
         for returned in self._returned:

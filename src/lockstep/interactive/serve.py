@@ -92,8 +92,8 @@ class _CellRunner:
             while True:
                 for request, fds in self._channel.receive():
                     match request:
-                        case InterruptCell(at_once):
-                            self._interrupts.ask(at_once=at_once)
+                        case InterruptCell(number, at_once):
+                            self._interrupts.ask(number, at_once=at_once)
                         case FreeWaiting(reason):
                             _free(reason)
                         case _:

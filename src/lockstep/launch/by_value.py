@@ -19,21 +19,26 @@ def is_available() -> bool:
     return find_spec("cloudpickle") is not None
 
 
-def pickler(file: IO[bytes], *, first: Callable[[object], Any] | None = None) -> pickle.Pickler:
-    """Return a pickler that sends by value what can't be imported, and all else as multiprocessing does.
+def pickler(file: IO[bytes], *, first: Callable[[object], Any] | None = None, shares: bool = False) -> pickle.Pickler:
+    """Return a pickler that sends by value what can't be imported.
 
     Args:
         file: what it writes to.
+        shares: whether locks, queues and tensors are shared with the process that reads, as multiprocessing and torch
+            do it; else tensors are copied.
         first: says how an object is pickled, before anything else does; ``NotImplemented``: as ever.
     """
     import cloudpickle
 
+    table = cloudpickle.Pickler.dispatch_table
+    if shares:
+        table = ChainMap({}, reduction.ForkingPickler(file).dispatch_table, table)
+
     class ByValue(cloudpickle.Pickler):  # type: ignore[misc]
+        dispatch_table = table  # of the class: Python looks for it when a pickler is made
+
         def reducer_override(self, value: object) -> Any:
             said = NotImplemented if first is None else first(value)
             return super().reducer_override(value) if said is NotImplemented else said
 
-    made = ByValue(file, pickle.HIGHEST_PROTOCOL)
-    # What multiprocessing and torch have registered: locks, queues, tensors in shared memory.
-    made.dispatch_table = ChainMap({}, reduction.ForkingPickler(file).dispatch_table, made.dispatch_table)
-    return made
+    return ByValue(file, pickle.HIGHEST_PROTOCOL)

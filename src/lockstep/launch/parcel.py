@@ -92,7 +92,7 @@ class Parcel:
             with os.fdopen(os.dup(self._packed), "wb") as file:
                 for part in parts:
                     if self._by_value:
-                        by_value.pickler(file).dump(part)
+                        by_value.pickler(file, shares=True).dump(part)
                     else:
                         reduction.ForkingPickler(file, pickle.HIGHEST_PROTOCOL).dump(part)
         finally:

@@ -48,6 +48,8 @@ register()  # the backend "shm", where torch has not done it
 _world: World | None = None
 #: True if shutdown() may destroy the default group: the user's own code has not opened it.
 _owns_group = False
+#: The backend and the seconds that the default group was opened with.
+_opened_with: tuple[str | None, float] | None = None
 #: Groups opened in this process so far, the same number on every rank.
 _groups_opened = 0
 
@@ -95,7 +97,7 @@ def init(
         LockstepError: ``init`` was called in this process already, or the ranks passed different values of ``seed`` or
             ``deterministic``.
     """
-    global _world, _owns_group
+    global _world, _owns_group, _opened_with
     if _world is not None and dist.is_initialized():
         raise LockstepError("lockstep.init() was already called in this process; lockstep.world() returns its World")
     identity = Identity.from_environment()
@@ -114,7 +116,7 @@ def init(
         guests.refuse(identity)
         with flight.waiting("lockstep.init(), where the ranks meet"):
             _open_group(backend, identity, limit, device)
-        _owns_group = True
+        _owns_group, _opened_with = True, (backend, limit)
         atexit.register(_shutdown_at_exit)
     group = dist.group.WORLD
     assert group is not None  # just opened
@@ -152,6 +154,28 @@ def world() -> World:
     if _world is None:
         raise LockstepError("no world yet: call lockstep.init() first")
     return _world
+
+
+def reopen() -> None:
+    """**Collective.** Open the default group of the world anew, after the one before was destroyed; the World stays.
+
+    Raises:
+        LockstepError: :func:`init` has not opened the one before, so nobody knows how.
+        RendezvousError: as :func:`init`.
+    """
+    here = world()
+    if _opened_with is None or not _owns_group:
+        raise LockstepError(
+            f"rank {here.rank} of {here.world_size}: the process group has ended, and the program has opened it itself "
+            "(torch.distributed.init_process_group): call lockstep.shutdown(), and open another"
+        )
+    backend, limit = _opened_with
+    identity = Identity.from_environment()
+    with flight.waiting("where the ranks open their process group anew"):
+        _open_group(backend, identity, limit, here.device)
+    group = dist.group.WORLD
+    assert group is not None  # just opened
+    here.move_to(group)
 
 
 def current_world() -> World | None:

@@ -192,7 +192,7 @@ def _bound(task: Task) -> None:
 def _program(task: Task) -> Callable[[], None]:
     job = task.job
     if job["kind"] == "call":
-        return lambda: _call(task.rank, task.fds[3:], shared_tracker=job["shared_tracker"])
+        return lambda: _call(task.rank, task.fds[3:], shared_tracker=job["shared_tracker"], by_value=job["by_value"])
     if job["kind"] == "rendezvous":
         return lambda: _meet(task.fds[3], job["options"])
     if job["kind"] == "module":
@@ -295,7 +295,7 @@ class SentDescriptor:
         return _received[self._place]
 
 
-def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool) -> None:
+def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool, by_value: bool) -> None:
     """Become what a process that multiprocessing spawned is, and run the function that the parent packed.
 
     What is unpickled here comes over an inherited descriptor from the process that called ``lockstep.spawn``: never
@@ -307,6 +307,7 @@ def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool) -> None:
             descriptors among the arguments.
         shared_tracker: the parent has a resource tracker; using the same one keeps shared memory alive that is the
             parent's when this rank ends.
+        by_value: what it returns is pickled as by_value.py does.
     """
     from multiprocessing import process, resource_tracker, spawn  # a script's rank needs none of them
 
@@ -325,7 +326,7 @@ def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool) -> None:
             fn, args = pickle.load(file)  # noqa: S301
         finally:
             del process.current_process()._inheriting  # type: ignore[attr-defined]
-    send(returned, fn(rank, *args))
+    send(returned, fn(rank, *args), by_value=by_value)
 
 
 # Its end -------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from lockstep._files import describe
 from lockstep.errors import LaunchError
 from lockstep.job import workers
 from lockstep.job.files import EXIT_SAVED, FailureRecord, JobFiles, StopNote
+from lockstep.job.hang import WARMING_UP
 from lockstep.job.page import Cell, Look, Pages
 from lockstep.job.summary import RunSummary, Summary
 from lockstep.launch.binding import Binding, bind_ranks
@@ -47,6 +48,7 @@ class Attempt:
         grace: seconds between asking the ranks to stop and killing them.
         measures: what the ranks are to measure, as :attr:`JobSpec.measures` has it; None: nothing.
         binding: to which cores its ranks are bound.
+        warming_up: seconds that a rank which has taken fewer than two steps may hold up the others.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Attempt:
         grace: float,
         measures: Mapping[str, str | None] | None = None,
         binding: Binding,
+        warming_up: float = WARMING_UP,
     ) -> None:
         self.round = round_
         self.binding = binding
@@ -79,7 +82,12 @@ class Attempt:
             raise LaunchError(f"the job's files can't be written in {home}: {describe(error)}") from error
         #: Finds the rank that holds up the others.
         self.hangs = HangWatch(
-            self._files, self._pages, round_.local_ranks, world_size=round_.world_size, shortest=knobs.late()
+            self._files,
+            self._pages,
+            round_.local_ranks,
+            world_size=round_.world_size,
+            shortest=knobs.late(),
+            warming_up=warming_up,
         )
         self._memory = memory_group()
         self._kills_before = self._memory.kills() if self._memory is not None else None

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import importlib
 import os
-import pickle
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import context, reduction, resource_tracker
 from multiprocessing import spawn as multiprocessing_spawn
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 from lockstep import callsite
 from lockstep.errors import EnvironmentMismatch, LaunchError, RankFailed
@@ -22,15 +19,13 @@ from lockstep.launch import report
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
 from lockstep.launch.output import LogFolder
+from lockstep.launch.parcel import Parcel
 from lockstep.launch.policy import failure_facts
 from lockstep.launch.ports import free_port
 from lockstep.launch.report import say
 from lockstep.launch.returned import NotReturned, Returned
 from lockstep.launch.spec import JobSpec, Program, is_read_once
 from lockstep.runs.record import Recorder, RunEnd
-
-if TYPE_CHECKING:
-    from lockstep.launch.rank import SentDescriptor
 
 
 @overload
@@ -203,7 +198,7 @@ class SpawnContext:
         attempt = self._launcher.attempt
         for rank in attempt.local_rank:
             self._returned.append(Returned())
-            with _Parcel({**preparation, "name": f"rank-{rank}"}, fn, args, self._returned[-1]) as parcel:
+            with Parcel({**preparation, "name": f"rank-{rank}"}, fn, args, self._returned[-1]) as parcel:
                 job = {"kind": "call", "shared_tracker": parcel.tracker is not None}
                 self._launcher.zygote.fork(attempt.fork(rank, job), parcel.descriptors())
 
@@ -294,63 +289,6 @@ class SpawnContext:
             self.join()
         except LaunchError as error:
             print(f"lockstep.spawn: {error}", file=sys.stderr)
-
-
-class _Parcel:
-    """The function and its arguments, pickled for one rank, with the descriptors that belong to them.
-
-    It plays the part of multiprocessing's Popen while the arguments are pickled: tensors, queues and locks ask it to
-    carry their descriptors over.
-    """
-
-    def __init__(
-        self, preparation: dict[str, Any], fn: Callable[..., object], args: tuple[Any, ...], returned: Returned
-    ) -> None:
-        self._returned = returned
-        self._carried: list[int] = []
-        self._streams = [os.open(os.devnull, os.O_RDONLY), os.dup(1), os.dup(2)]
-        self._packed = os.memfd_create("lockstep-spawn")  # a memory file: has no name, blocks nobody, leaves no trace
-        try:
-            self._pack(preparation, (fn, tuple(args)))
-        except BaseException:
-            self.__exit__()
-            raise
-        # Not documented; multiprocessing's spawn hands its tracker on in the same way.
-        self.tracker: int | None = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]
-
-    def __enter__(self) -> _Parcel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for fd in (*self._carried, *self._streams, self._packed):
-            os.close(fd)
-
-    def descriptors(self) -> list[int]:
-        """Return the rank's standard streams, and what the rank's ``_call`` takes."""
-        tracker = [] if self.tracker is None else [self.tracker]
-        return [*self._streams, self._packed, self._returned.descriptor, *tracker, *self._carried]
-
-    def duplicate_for_child(self, fd: int) -> int:
-        """Return a descriptor's place among those carried; called by multiprocessing.reduction.DupFd."""
-        self._carried.append(os.dup(fd))
-        return len(self._carried) - 1
-
-    def DupFd(self, place: int) -> SentDescriptor:
-        """Return what is pickled in place of a descriptor; called by multiprocessing.reduction.DupFd with its place."""
-        from lockstep.launch.rank import SentDescriptor  # while the zygote imports torch, so that it costs no time
-
-        return SentDescriptor(place)
-
-    def _pack(self, *parts: object) -> None:
-        if "torch" in sys.modules:  # else there are no tensors among the arguments
-            importlib.import_module("torch.multiprocessing")  # teaches ForkingPickler to send them
-        context.set_spawning_popen(self)  # type: ignore[arg-type]  # it plays that part
-        try:
-            with os.fdopen(os.dup(self._packed), "wb") as file:
-                for part in parts:
-                    reduction.ForkingPickler(file, pickle.HIGHEST_PROTOCOL).dump(part)
-        finally:
-            context.set_spawning_popen(None)
 
 
 def _master() -> tuple[str, int]:

@@ -41,7 +41,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     pytester.makeini("[pytest]\naddopts = --strict-markers --strict-config\nfilterwarnings = error\n")
     yield run
     for zygote in zygotes:
-        assert zygote.wait(LIMIT) == 0
+        zygote.wait(LIMIT)
 
 
 _PLAIN = """
@@ -268,7 +268,36 @@ def test_what_ranks_leave_is_found_and_ended(run: Run, pytester: pytest.Pytester
     assert not Path("/dev/shm", memory.read_text()).exists()
 
 
+_ABANDONED = """
+import os
+import signal
+import pytest
+
+@pytest.mark.ranks(2)
+def test_loses_its_launcher(world):
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+
+@pytest.mark.ranks(2)
+def test_next(world): ...
+"""
+
+
+def test_tests_go_on_after_the_process_that_forks_the_ranks_has_died(run: Run) -> None:
+    result = run(_ABANDONED)
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(["E *LaunchError: the process that forks the ranks * ended*"])
+
+
+def test_a_module_that_can_not_be_imported_beforehand_is_named(run: Run) -> None:
+    test = "import pytest\n@pytest.mark.ranks(1)\ndef test_it(): ...\n"
+    result = run(test, "-o", "ranks_preload=nothing_such")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E *ModuleNotFoundError: No module named 'nothing_such'*"])
+
+
 _SHARED = """
+import os
 import threading
 import pytest
 
@@ -277,7 +306,8 @@ def folder(tmp_path_factory):
     return tmp_path_factory.getbasetemp()
 
 @pytest.fixture(scope="session")
-def server(folder):  # what only the one process can have
+def server(folder):
+    assert "RANK" not in os.environ, "only the one process can have it"
     yield threading.Lock()
     (folder / "ended").touch()
 

@@ -1,7 +1,7 @@
 """Distributed tests of three public projects, written anew with the mark ``ranks``: what each tests, not its code.
 
-- PyTorch, ``test_accumulate_gradients_no_sync`` in ``torch/testing/_internal/distributed/distributed_test.py``: a method
-  of a class that starts the processes of every test and joins them under a time limit. Backend and world size come from
+- PyTorch, ``test_accumulate_gradients_no_sync`` in ``torch/testing/_internal/distributed/distributed_test.py``: of a
+  class that starts the processes of every test and joins them under a time limit. Backend and world size come from
   environment variables.
 - Megatron-LM, ``tests/unit_tests/tensor_parallel/test_mappings.py``: to be started by torchrun on eight GPUs; each test
   makes its groups and takes them down, and a test that fails on one rank leaves the others waiting.

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 #: has one test, and reports it to that process.
 _OF_THE_SESSION: dict[str, Any] = {
     "keyword": "", "markexpr": "", "deselect": None, "ignore": None, "ignore_glob": None, "collectonly": False,
-    "maxfail": 0, "lf": False, "failedfirst": False, "newfirst": False, "stepwise": False, "stepwise_skip": False,
-    "cacheclear": False, "cacheshow": None, "usepdb": False, "trace": False, "xmlpath": None, "pastebin": None,
-    "log_file": None, "setuponly": False, "setupplan": False, "setupshow": False, "capture": "no", "debug": None,
-    "dist": "no", "distload": False, "numprocesses": None, "maxprocesses": None, "tx": [], "looponfail": False,
-    "cov_source": [], "no_cov": True,
+    "pyargs": False, "maxfail": 0, "lf": False, "failedfirst": False, "newfirst": False, "stepwise": False,
+    "stepwise_skip": False, "cacheclear": False, "cacheshow": None, "usepdb": False, "trace": False, "xmlpath": None,
+    "pastebin": None, "log_file": None, "setuponly": False, "setupplan": False, "setupshow": False, "capture": "no",
+    "debug": None, "dist": "no", "distload": False, "numprocesses": None, "maxprocesses": None, "tx": [],
+    "looponfail": False, "cov_source": [], "no_cov": True,
 }  # fmt: skip
 #: The zygote has imported plugins before there was a pytest that would have rewritten their assertions.
 _IMPORTED = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"

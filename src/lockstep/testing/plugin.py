@@ -5,13 +5,14 @@ It is loaded wherever lockstep is installed, so it loads nothing else of lockste
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from lockstep.comm.world import World
+    from lockstep.testing.marks import RanksMark
     from lockstep.testing.session import RanksSession
 
 _MARK = "ranks"
@@ -79,7 +80,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Report a failure by rank."""
     report = yield
     if not report.failed or call.excinfo is None or _is_rank(item.config):
@@ -111,7 +114,7 @@ def _session(config: pytest.Config) -> RanksSession:
     return config.stash[_SESSION]
 
 
-def _read(node: pytest.Item, mark: pytest.Mark) -> Any:
+def _read(node: pytest.Item, mark: pytest.Mark) -> RanksMark:
     from lockstep.testing.marks import RanksMark
 
     try:

@@ -158,7 +158,7 @@ class Team:
         )
         self._calls += 1
         try:
-            return _Run(self, attempt, call).result()
+            return _CallUnderWay(self, attempt, call).result()
         finally:
             attempt.close()
             shutil.rmtree(attempt.folder, ignore_errors=True)
@@ -234,7 +234,7 @@ class Team:
                 raise LaunchError(f"the process that forks the ranks did not import torch within {_IMPORTS:g} s")
 
 
-class _Run:
+class _CallUnderWay:
     """One call under way."""
 
     def __init__(self, team: Team, attempt: Attempt, call: RankCall) -> None:

@@ -80,6 +80,7 @@ class HangWatch:
         pages: the ranks' pages in it.
         ranks: the ranks of this machine, which are consecutive.
         shortest: seconds that a rank may hold up the others before it is reported, however short the steps are.
+        warming_up: the least of them for a rank that has taken fewer than two steps.
         ras: where NCCL can be asked how the ranks are; None: nowhere.
     """
 
@@ -91,9 +92,10 @@ class HangWatch:
         *,
         world_size: int,
         shortest: float,
+        warming_up: float = WARMING_UP,
         ras: RasAddress | None = None,
     ) -> None:
-        self._shortest, self._ras = shortest, ras
+        self._shortest, self._warming_up, self._ras = shortest, warming_up, ras
         #: What NCCL is asked about the ranks that were reported; None: nothing.
         self._question: RasQuestion | None = None
         self._files = files
@@ -114,6 +116,8 @@ class HangWatch:
         self._reported: dict[int, Mark] = {}
         #: The words about the ranks that hold up the others now; empty: no rank does.
         self.text = ""
+        #: The same for who ends the ranks because of it.
+        self.finding = ""
         #: Rank -> the last report of its launcher, for ranks of other machines.
         self._others: dict[int, _Heard] = {}
         #: Rank -> its resident bytes, and those of them that are its own.
@@ -213,7 +217,7 @@ class HangWatch:
         if self._verdict is None or any(state.exit_code != 0 for state in states.values()):
             return []
         text = report.over(self._verdict, now=time.monotonic())
-        self._verdict, self.text = None, ""
+        self._verdict, self.text, self.finding = None, "", ""
         return [text]
 
     def summary(
@@ -306,7 +310,14 @@ class HangWatch:
         ]
         seen = [*(self._seen(state) for state in states.values()), *elsewhere]
         whole = len(seen) == self._world_size
-        return compare(seen, now=now, usual=self._usual, shortest=self._shortest, whole=whole)
+        return compare(
+            seen,
+            now=now,
+            usual=self._usual,
+            shortest=self._shortest,
+            whole=whole,
+            warming_up=self._warming_up,
+        )
 
     @property
     def _usual(self) -> float:
@@ -364,6 +375,7 @@ class HangWatch:
             verdict = replace(verdict, late=late)
         self._verdict = verdict
         self._reported = self._marks()
+        self.finding = report.describe_hang(verdict, known, now=now, world_size=self._world_size)
         self.text = report.describe_late(verdict, known, now=now, world_size=self._world_size)
         self._files.mark_late(self.text)
         if self._ras is not None and any(known[rank].look.on_device for rank in verdict.waiting):
@@ -413,7 +425,7 @@ class HangWatch:
         moved = any(marks[rank] != self._reported[rank] for rank in waited or verdict.late)
         if not moved or any(state.exit_code for state in states.values()):
             return []  # the report stays true, also as the reason why the job ends
-        self._verdict, self.text = None, ""
+        self._verdict, self.text, self.finding = None, "", ""
         self._files.mark_late("")
         self.close()
         return [report.over(verdict, now=now)]

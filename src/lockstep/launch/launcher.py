@@ -19,6 +19,7 @@ from lockstep._files import describe
 from lockstep.errors import LaunchError
 from lockstep.job import workers
 from lockstep.job.files import EXIT_SAVED, FailureRecord, JobFiles, StopNote
+from lockstep.job.hang import WARMING_UP
 from lockstep.job.page import Cell, Look, Pages
 from lockstep.job.summary import RunSummary, Summary
 from lockstep.launch import watchdog
@@ -50,6 +51,7 @@ class Attempt:
         grace: seconds between asking the ranks to stop and killing them.
         measures: what the ranks are to measure, as :attr:`JobSpec.measures` has it; None: nothing.
         binding: to which cores its ranks are bound.
+        warming_up: seconds that a rank which has taken fewer than two steps may hold up the others.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Attempt:
         grace: float,
         measures: Mapping[str, str | None] | None = None,
         binding: Binding,
+        warming_up: float = WARMING_UP,
     ) -> None:
         self.round = round_
         self.binding = binding
@@ -80,8 +83,8 @@ class Attempt:
             self._pages = Pages(self.folder, round_.world_size)
         except OSError as error:
             raise LaunchError(f"the job's files can't be written in {home}: {describe(error)}") from error
-        #: Finds the rank that holds up the others.
         self._ras = RasAddress.of_job()
+        #: Finds the rank that holds up the others.
         self.hangs = HangWatch(
             self._files,
             self._pages,
@@ -89,6 +92,7 @@ class Attempt:
             world_size=round_.world_size,
             shortest=knobs.late(),
             ras=self._ras,
+            warming_up=warming_up,
         )
         #: Rank -> where its flight recorder's file is kept; of ranks that have left one.
         self.flight_recorders: dict[int, Path] = {}

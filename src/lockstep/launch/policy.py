@@ -321,13 +321,16 @@ class Ending:
     @property
     def is_echo(self) -> bool:
         """Whether its exception reads like the consequence of another rank's end."""
-        return self.record is not None and any(
-            echo in self.record.type or echo in self.record.message for echo in _ECHOES
-        )
+        return self.record is not None and is_echo(self.record.type, self.record.message)
 
     @property
     def _seen(self) -> float:
         return self.state.ended_at if self.state.ended_at is not None else float("inf")
+
+
+def is_echo(kind: str, message: str) -> bool:
+    """Return whether an exception of this type and message reads like the consequence of another rank's end."""
+    return any(echo in kind or echo in message for echo in _ECHOES)
 
 
 def failure_facts(

@@ -610,7 +610,20 @@ class Known:
 
 
 def describe_late(verdict: HangVerdict, ranks: Mapping[int, Known], *, now: float, world_size: int) -> str:
-    """Report which ranks are late, what they are doing, and where the others wait."""
+    """Report which ranks are late, what they are doing, and where the others wait, while all of them run on."""
+    lines = _hang(verdict, ranks, now=now, world_size=world_size)
+    lines.append("Nothing was stopped: the wait ends with an error after its time limit.")
+    lines += [f"{NEXT} {text}" for text in _calls_for_all(verdict, ranks) or [_what_to_do(verdict, ranks)]]
+    return "\n".join(lines)
+
+
+def describe_hang(verdict: HangVerdict, ranks: Mapping[int, Known], *, now: float, world_size: int) -> str:
+    """Say the same of ranks that are ended for it."""
+    lines = _hang(verdict, ranks, now=now, world_size=world_size)
+    return "\n".join([*lines, *(f"{NEXT} {text}" for text in _calls_for_all(verdict, ranks))])
+
+
+def _hang(verdict: HangVerdict, ranks: Mapping[int, Known], *, now: float, world_size: int) -> list[str]:
     late, seconds = verdict.late, now - verdict.since
     lines: list[str]
     if verdict.kind is HangKind.APART:
@@ -619,11 +632,9 @@ def describe_late(verdict: HangVerdict, ranks: Mapping[int, Known], *, now: floa
         what = "held up the others" if verdict.waiting else "stood still"
         lines = [f"{which_ranks(late)} of {world_size} {_have(late)} {what} for {seconds:.0f} s"]
         for rank in late[:_RANKS]:
-            lines += _late(ranks[rank], now)
+            lines += describe_rank(ranks[rank], now)
         lines += _waiting([ranks[rank] for rank in verdict.waiting], now)
-    lines.append("Nothing was stopped: the wait ends with an error after its time limit.")
-    lines += [f"{NEXT} {text}" for text in _calls_for_all(verdict, ranks) or [_what_to_do(verdict, ranks)]]
-    return "\n".join(lines)
+    return lines
 
 
 def _what_to_do(verdict: HangVerdict, ranks: Mapping[int, Known]) -> str:
@@ -672,13 +683,18 @@ def _apart(ranks: Mapping[int, Known], *, seconds: float, world_size: int) -> li
         head = f"all ranks have waited for {seconds:.0f} s in a collective that does not end: does the backend work?"
     lines = [head]
     for rank in odd[:_RANKS]:
-        lines += _late(ranks[rank], None)
+        lines += describe_rank(ranks[rank], None)
     rest = [known for rank, known in ranks.items() if rank not in odd]
     return lines + _waiting(rest, None)
 
 
-def _late(known: Known, now: float | None) -> list[str]:
-    """Describe a late rank in full."""
+def describe_rank(known: Known, now: float | None) -> list[str]:
+    """Say in full where a rank is that the others wait for, or that is to be ended.
+
+    Args:
+        known: what is known of it.
+        now: this moment, on the monotonic clock; None: its times say nothing.
+    """
     look, stack = known.look, known.stack
     if known.exit_code is not None:
         return [f"  rank {known.rank} has ended, with exit code {known.exit_code}{_steps(look)}"]

@@ -53,6 +53,7 @@ from lockstep.data.fetch import (
 from lockstep.data.last_pass import LastPass
 from lockstep.data.order import batch_count, mix, share_bounds
 from lockstep.data.seeding import preserved_generators
+from lockstep.data.shared_stream import shared
 from lockstep.data.slicing import SliceOptions, Slices, sizes_in
 from lockstep.data.source import REMEDIES, Shardable, read_source
 from lockstep.data.steps import Batches, Step, StepKey, Steps
@@ -261,7 +262,7 @@ class ShardedLoader:
         # The workers' base seed is drawn from here and not from the global generator, which a resumed run would then
         # find in another state.
         self._generator = torch.Generator()
-        self._inner = inner_loader(
+        inner = inner_loader(
             source,
             world,
             self._keys,
@@ -270,10 +271,9 @@ class ShardedLoader:
             seeded=seeded,
             sliced=self._slicing,
         )
+        self._inner = shared(inner, world, seeded=seeded)
         #: The epochs; None: those of a stream, which is read as it comes.
-        self._epochs = (
-            None if source.order == "stream" else Epochs(source, world, loader=self._number, inner=self._inner)
-        )
+        self._epochs = None if source.order == "stream" else Epochs(source, world, loader=self._number, inner=inner)
         #: True if a batch may have fewer samples than this rank's share: torch's own collate_fn drops none.
         self._may_drop = source.loader.collate_fn is not default_collate
         self._say_who_is_left_out()

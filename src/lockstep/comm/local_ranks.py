@@ -37,6 +37,9 @@ Received = TypeVar("Received")
 
 #: What the kernel says of the process at the other end: its process id, user and group (SO_PEERCRED).
 _CREDENTIALS = struct.Struct("=iII")
+#: Seconds of a wait that are not told to the launcher as one: it takes them for work in the phase that the rank is in,
+#: which is to fetch data, and the rank that all wait for is in that as well.
+_SHORT = 1.0
 
 
 class LimitedMembers(Members, Protocol):
@@ -104,11 +107,13 @@ class Line(Generic[Received]):
         if found is not None or not self.is_open:
             return found
         limit = time.monotonic() + seconds
-        with flight.waiting(f"a message of rank {self.rank}"):
-            while (found := self.receive()) is None and self.is_open:
-                left = limit - time.monotonic()
-                if left <= 0 or not self._is_readable(left):
-                    raise CollectiveTimeout(f"rank {self._here}: {what} within {seconds:g} s: it may be stuck, or slow")
+        if not self._is_readable(min(_SHORT, seconds)):
+            with flight.waiting(f"a message of rank {self.rank}"):
+                self._is_readable(limit - time.monotonic())
+        while (found := self.receive()) is None and self.is_open:
+            left = limit - time.monotonic()
+            if left <= 0 or not self._is_readable(left):
+                raise CollectiveTimeout(f"rank {self._here}: {what} within {seconds:g} s: it may be stuck, or slow")
         return found
 
     def close(self) -> None:
@@ -124,7 +129,7 @@ class Line(Generic[Received]):
     def _is_readable(self, seconds: float) -> bool:
         poll = select.poll()
         poll.register(self._channel.fileno(), select.POLLIN)
-        return bool(poll.poll(seconds * 1e3))
+        return bool(poll.poll(max(0.0, seconds * 1e3)))
 
     def _read(self) -> None:
         try:

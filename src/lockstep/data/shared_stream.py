@@ -203,8 +203,8 @@ class SharedStream:
                         f"its batches have {parcel}, which can't be handed from process to process: let the collate_fn "
                         "return tensors, arrays, numbers and texts, and it is read once a machine",
                     )
-                yield fetched._replace(parcel=None)
                 number += 1
+                yield fetched._replace(parcel=None)
             ended = ended or Stopped("end", number)
             _tell(local, ended)
         except GeneratorExit:

@@ -1,10 +1,10 @@
 """What a stream costs: an epoch of a sharded IterableDataset on 1 and 2 ranks against the plain DataLoader.
 
 The plain DataLoader reads the stream in one process with the global batch size, as a program without lockstep does. Its
-epochs and those of the ranks are timed in turn on rank 0's machine, in random order: the plain loader's on rank 0 alone,
-while the others wait. An epoch of the ranks has taken as long as the slowest of them. Samples are pictures of float32 that
-cost some microseconds each to make, without and with workers. The figure is the median over pairs of the ratio of their
-times. The samples that each rank has read in all epochs are counted where they are read.
+epochs and those of the ranks follow each other on the same machine, in random order: the plain loader's on rank 0
+alone, while the others wait. An epoch of the ranks takes as long as that of the slowest. Samples are tensors of float32
+that cost some microseconds each to make, without and with workers. The figure is the median over pairs of epochs of the
+ratio of their times. The samples that each rank reads are counted where they are read.
 
     python -m benchmarks.streams [--rounds N] [--batches N] [--write]
 """

@@ -25,7 +25,7 @@ class Word:
 
 def _talks(unwilling: int | None) -> list[Any]:
     world = lockstep.init(timeout=30)
-    found: list[Any] = []
+    found: list[list[Any]] = []
     for _ in range(2):  # each time anew
         local = connect(world, [Word], wants=world.rank != unwilling)
         found.append([local.members, local.leads, [line.rank for line in local.lines], local.why_not])
@@ -67,8 +67,8 @@ def test_where_one_rank_wants_it_not_its_machine_is_not_connected() -> None:
 def _fails(on: int) -> tuple[int, str]:
     world = lockstep.init(timeout=30)
     if world.rank == on:
-        local_ranks._call = lambda *_: (None, f"rank {world.rank} can't")
-        local_ranks._listen = lambda _: (None, "", "no sockets here")
+        vars(local_ranks)["_call"] = lambda *_: (None, f"rank {world.rank} can't")
+        vars(local_ranks)["_listen"] = lambda _: (None, "", "no sockets here")
     local = connect(world, [Word])
     return len(local.lines), local.why_not
 
@@ -97,7 +97,7 @@ def _strangers() -> list[int]:
         return listener, name, why
 
     if world.is_main:
-        local_ranks._listen = called
+        vars(local_ranks)["_listen"] = called
     local = connect(world, [Word])
     for line in local.lines:
         line.send(Word("to a rank"))

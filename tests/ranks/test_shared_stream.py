@@ -195,7 +195,8 @@ def _resumed(workers: int, saved: Any) -> tuple[list[list[int]], list[Any]]:
 def test_a_pass_goes_on_where_it_was_on_another_number_of_ranks(workers: int) -> None:
     alone, states = run_ranks(_resumed, 1, workers, None)[0]
     ranks = run_ranks(_resumed, 3, workers, states[2])
-    assert [sum(shares, []) for shares in zip(*[seen for seen, _ in ranks], strict=True)] == alone[3:]
+    steps = zip(*[seen for seen, _ in ranks], strict=True)
+    assert [[number for share in shares for number in share] for shares in steps] == alone[3:]
     assert ranks[0][1][-1] == states[-1]
 
 
@@ -296,7 +297,7 @@ class Opaquely:
         return _opaque(self.after, samples)
 
 
-def _by_all(after: int, workers: int) -> tuple[list[list[Any]], int, list[str]]:
+def _by_all(after: int, workers: int) -> tuple[list[tuple[Any, Any]], int, list[str]]:
     lockstep.init(timeout=60)
     stream = Counting(32)
     loader = lockstep.shard(DataLoader(stream, batch_size=4, collate_fn=Opaquely(after), num_workers=workers))

@@ -173,7 +173,7 @@ class _Packing:
         told = {"is": "array", "dtype": array.dtype.str, "shape": list(array.shape)}
         told |= {"columns": True} if in_columns else {}
         told |= {"scalar": True} if isinstance(node, np.generic) else {}
-        return {**told, "at": self.place(memoryview(flat.reshape(-1).view(np.uint8) if flat.nbytes else b""))}
+        return {**told, "at": self.place(flat.reshape(-1).view(np.uint8).data if flat.nbytes else memoryview(b""))}
 
     def _describe_all(self, nodes: Sequence[Any], path: tuple[Any, ...]) -> list[Any]:
         return [self.describe(each, (*path, number)) for number, each in enumerate(nodes)]
@@ -270,7 +270,7 @@ class _Opening:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a dense tensor in the order in which they lie in memory."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def _loaded(name: str) -> Any:

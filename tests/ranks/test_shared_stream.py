@@ -272,7 +272,7 @@ def test_a_reader_that_has_left_its_loop_is_named() -> None:
     reader, other = collect_outcomes(_leaves_early, 2)
     assert reader.value == 2
     assert other.error == "LockstepError"
-    assert "rank 1: rank 0, which reads the stream for this machine, has left its loop after 2 batches" in str(
+    assert "rank 1: rank 0, which reads the stream for this machine, has left its loop in batch 1, and" in str(
         other.message
     )
 

@@ -41,7 +41,6 @@ from lockstep.comm.world import World
 from lockstep.data.contents import fingerprint
 from lockstep.data.fetch import Fetched, StreamDataset, TimedStream, naming_dead_workers
 from lockstep.errors import LockstepError
-from lockstep.text import counted
 from lockstep.trees import map_leaves
 
 #: Batches that the leader hands over before another rank has taken the first of them.
@@ -276,8 +275,8 @@ class SharedStream:
         reader = f"rank {local.rank}: rank {local.leader}, which reads the stream for this machine,"
         if message.why == "left":
             raise LockstepError(
-                f"{reader} has left its loop after {counted(message.batches, 'batch')}, and this rank asks for another "
-                "one: let all ranks leave a loop at the same batch (world.any tells them when)"
+                f"{reader} has left its loop in batch {message.batches - 1}, and this rank asks for another one: let "
+                "all ranks leave a loop at the same batch (world.any tells them when)"
             )
         raise class_named(message.error)(
             f"{reader} failed to read batch {message.batches}. Its traceback:\n{message.text}"

@@ -117,9 +117,7 @@ def _loaded(case: str) -> Any:
         ("a sparse tensor", "TypeError", "TypeError", "load() has returned a tensor of layout torch.sparse_coo, which"),
     ],
 )
-def test_what_goes_wrong_in_loading_is_an_error_on_every_rank(
-    case: str, first: str, others: str, message: str
-) -> None:
+def test_what_goes_wrong_in_loading_is_an_error_on_every_rank(case: str, first: str, others: str, message: str) -> None:
     outcomes = collect_outcomes(_loaded, 3, case)
     assert [outcome.error for outcome in outcomes] == [first, others, others]
     assert all(message in str(outcome.message) for outcome in outcomes)
@@ -127,7 +125,7 @@ def test_what_goes_wrong_in_loading_is_an_error_on_every_rank(
 
 
 def test_before_init_it_is_an_error() -> None:
-    with pytest.raises(lockstep.LockstepError, match="lockstep.once_per_machine: no world yet"):
+    with pytest.raises(lockstep.LockstepError, match="once_per_machine: no world yet"):
         lockstep.once_per_machine(lambda: 1)
 
 
@@ -147,7 +145,8 @@ def test_a_write_to_a_tensor_ends_the_rank_and_shows_the_line(tmp_path: Path) ->
     done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path)
     assert done.code == 128 + signal.SIGSEGV
     assert "Segmentation fault" in done.err
-    assert re.search(r'train\.py", line 7 in <module>', done.err)
+    assert re.search(r'train\.py", line 7 in <module>', done.err), done.err
+    assert "wrote to what it may only read (such as a tensor of lockstep.once_per_machine)" in done.err
     assert "rank 1" in done.err
 
 
@@ -168,6 +167,37 @@ def test_nothing_is_left_of_ranks_that_were_killed(tmp_path: Path) -> None:
     done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path)
     assert done.code == 128 + signal.SIGKILL
     assert {name for name in os.listdir("/dev/shm") if "lockstep" in name} <= before
+
+
+_SUMMED = """
+import time
+import lockstep, torch
+world = lockstep.init()
+table = lockstep.once_per_machine(lambda: torch.ones(24 << 20))
+assert table.sum() == 24 << 20  # all of it is in memory
+model = lockstep.replicate(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(30):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    until = time.monotonic() + 0.03
+    while time.monotonic() < until:
+        pass
+"""
+
+
+def test_the_summary_tells_shared_memory_from_a_ranks_own(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_SUMMED)
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, LOCKSTEP_QUIET="", LOCKSTEP_TIMES="0.1")
+    assert done.code == 0, done.err
+    found = re.search(
+        r"of (\S+) MiB of memory of a rank, (\S+) MiB is shared: .*; (\S+) MiB is the rank's own", done.err
+    )
+    assert found is not None, done.err
+    whole, shared, own = map(float, found.groups())
+    assert 96 <= shared < 200
+    assert own < 400
+    assert shared + own < whole
 
 
 _PRELOADED = """

@@ -367,8 +367,8 @@ class Summary(TimeAccount):
         if shared < _LEAST_SHARED or shared < _PART_SHARED * whole:
             return []
         return [
-            f"of {as_size(whole)} of memory of a rank, {as_size(shared)} is shared: the machine has it once for all who "
-            f"use it; {as_size(own)} is the rank's own"
+            f"of {as_size(whole)} of memory of a rank, {as_size(shared)} is shared: the machine has it once for all "
+            f"who use it; {as_size(own)} is the rank's own"
         ]
 
     def _growth(self) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 
 import lockstep
 from lockstep.comm import local_ranks
-from lockstep.comm.local_ranks import Hello, Line, connect
+from lockstep.comm.local_ranks import Hello, RankLine, connect
 from tests.backends import EACH_BACKEND
 from tests.harness import run_ranks
 
@@ -93,7 +93,7 @@ def _strangers() -> list[int]:
             if word is None:
                 stranger.close()
             else:
-                Line(0, 1, stranger, []).send(word)
+                RankLine(0, 1, stranger, []).send(word)
         return listener, name, why
 
     if world.is_main:

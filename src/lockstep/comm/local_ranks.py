@@ -51,7 +51,7 @@ class LimitedMembers(Members, Protocol):
         ...
 
 
-class Line(Generic[Received]):
+class RankLine(Generic[Received]):
     """The connection to another rank of this machine.
 
     Args:
@@ -139,7 +139,7 @@ class Line(Generic[Received]):
 
 
 #: The open lines of this process, which a forked child closes.
-_lines: weakref.WeakSet[Line[Any]] = weakref.WeakSet()
+_lines: weakref.WeakSet[RankLine[Any]] = weakref.WeakSet()
 
 
 def _leave_to_the_parent() -> None:
@@ -161,7 +161,7 @@ class LocalRanks:
     members: tuple[int, ...]
     rank: int
     #: On the leader a line to each other rank, in order, on the others one to the leader; none: they are not connected.
-    lines: tuple[Line[Any], ...] = ()
+    lines: tuple[RankLine[Any], ...] = ()
     #: Why they can't be connected, though all want it; empty: they are, or nobody tried.
     why_not: str = ""
 
@@ -203,7 +203,7 @@ def connect(world: LimitedMembers, kinds: Iterable[type[Any]], *, wants: bool = 
     rank = world.rank
     listener: socket.socket | None = None
     name, word, why = "", secrets.token_hex(16), ""
-    lines: list[Line[Any]] = []
+    lines: list[RankLine[Any]] = []
     try:
         if wants:
             listener, name, why = _listen(world.world_size)
@@ -243,7 +243,7 @@ def _listen(most: int) -> tuple[socket.socket | None, str, str]:
     return listener, name, ""
 
 
-def _call(name: str, hello: Hello, leader: int, kinds: Iterable[type[Any]]) -> tuple[Line[Any] | None, str]:
+def _call(name: str, hello: Hello, leader: int, kinds: Iterable[type[Any]]) -> tuple[RankLine[Any] | None, str]:
     """Return the line to the leader that listens at ``name``; or None, and why there is none."""
     endpoint = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
@@ -254,16 +254,16 @@ def _call(name: str, hello: Hello, leader: int, kinds: Iterable[type[Any]]) -> t
     except OSError as error:
         endpoint.close()
         return None, f"rank {hello.rank} can't reach rank {leader} by a Unix socket ({named(error)})"
-    line: Line[Any] = Line(leader, hello.rank, endpoint, kinds)
+    line: RankLine[Any] = RankLine(leader, hello.rank, endpoint, kinds)
     line.send(hello)
     return line, ""
 
 
 def _take(
     listener: socket.socket, others: Sequence[int], word: str, here: int, kinds: Iterable[type[Any]], seconds: float
-) -> list[Line[Any]]:
+) -> list[RankLine[Any]]:
     """Return the lines to ``others``, all of whom have called; other callers are sent away."""
-    found: dict[int, Line[Any]] = {}
+    found: dict[int, RankLine[Any]] = {}
     limit = time.monotonic() + seconds
     while len(found) < len(others):
         listener.settimeout(max(0.001, limit - time.monotonic()))
@@ -275,7 +275,7 @@ def _take(
         if _owner(endpoint) != os.getuid():
             endpoint.close()
             continue
-        line: Line[Any] = Line(-1, here, endpoint, [*kinds, Hello])
+        line: RankLine[Any] = RankLine(-1, here, endpoint, [*kinds, Hello])
         try:
             hello, _ = line.wait("another rank has connected, and said nothing", max(0.001, limit - time.monotonic()))
         except LockstepError:  # a process of this user that is no rank

@@ -34,7 +34,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from lockstep import callsite, tracebacks
-from lockstep.comm.local_ranks import Line, LocalRanks, connect
+from lockstep.comm.local_ranks import RankLine, LocalRanks, connect
 from lockstep.comm.parcels import Parcel, Unpackable, opened
 from lockstep.comm.together import class_name, class_named
 from lockstep.comm.world import World
@@ -132,7 +132,7 @@ class Stopped:
 
 
 @dataclass(frozen=True)
-class Taken:
+class Accepted:
     """Another rank's message: it has taken so many batches."""
 
     batches: int
@@ -164,7 +164,7 @@ class SharedStream:
             PeerLost: it is gone.
             CollectiveTimeout: it is late, or another rank has not taken its share.
         """
-        local = connect(self._world, (Handed, Stopped, Taken), wants=self._is_shared)
+        local = connect(self._world, (Handed, Stopped, Accepted), wants=self._is_shared)
         if local.why_not:
             self._read_by_all(local, f"the ranks of this machine can't hand batches to each other: {local.why_not}")
         if not local.lines:
@@ -222,7 +222,7 @@ class SharedStream:
             self._reader = _like(self._own, kind(self.dataset, local.members[1:]), persistent=True)
         return naming_dead_workers(self._reader) if self.num_workers else self._reader
 
-    def _make_room(self, line: Line[Taken], taken: dict[int, int], number: int) -> None:
+    def _make_room(self, line: RankLine[Accepted], taken: dict[int, int], number: int) -> None:
         """Wait until a rank has taken its shares but ``_AHEAD``. (One that has left its loop, or is gone, takes none;
         what all ranks do next finds out which it was.)"""
         while (come := line.receive()) is not None:
@@ -235,7 +235,7 @@ class SharedStream:
 
     # What the others do.
 
-    def _follow(self, local: LocalRanks, line: Line[Handed | Stopped]) -> Iterator[Fetched]:
+    def _follow(self, local: LocalRanks, line: RankLine[Handed | Stopped]) -> Iterator[Fetched]:
         seen = None if self._has_looked else self._first_sample()
         number = 0
         while True:
@@ -245,7 +245,7 @@ class SharedStream:
                 break
             fetched, first = _taken(message, descriptors[0])
             number += 1
-            line.send(Taken(number))
+            line.send(Accepted(number))
             if number == 1 and not self._has_looked:
                 self._has_looked = True
                 if first is not None and seen != first:  # so that the comparison of the first batches fails

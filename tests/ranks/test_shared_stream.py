@@ -9,6 +9,7 @@ import signal
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +19,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import lockstep
+from lockstep import knobs
 from lockstep.comm import local_ranks
 from lockstep.data import shared_stream
+from lockstep.job import trace
 from tests.backends import EACH_BACKEND, OVER_BOTH
 from tests.harness import collect_outcomes, run_ranks
 
@@ -198,6 +201,20 @@ def test_a_pass_goes_on_where_it_was_on_another_number_of_ranks(workers: int) ->
     steps = zip(*[seen for seen, _ in ranks], strict=True)
     assert [[number for share in shares for number in share] for shares in steps] == alone[3:]
     assert ranks[0][1][-1] == states[-1]
+
+
+def _traced(folder: str) -> None:
+    os.environ |= {knobs.TRACE: "5:1", knobs.JOB_DIR: folder}
+    lockstep.init(timeout=60)
+    for _ in lockstep.shard(DataLoader(Counting(16), batch_size=4, num_workers=1)):
+        pass
+
+
+def test_the_workers_of_the_rank_that_reads_are_in_a_trace(tmp_path: Path) -> None:
+    run_ranks(_traced, 2, str(tmp_path))
+    ((_, made),) = trace.batches(tmp_path, 0).items()
+    assert [batch.position for batch in made] == [0, 4, 8, 12]
+    assert trace.batches(tmp_path, 1) == {}
 
 
 def _fails(workers: int, kills: bool = False, at: int = 13) -> int:

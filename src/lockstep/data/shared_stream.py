@@ -34,7 +34,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from lockstep import callsite, tracebacks
-from lockstep.comm.local_ranks import RankLine, LocalRanks, connect
+from lockstep.comm.local_ranks import LocalRanks, RankLine, connect
 from lockstep.comm.parcels import Parcel, Unpackable, opened
 from lockstep.comm.together import class_name, class_named
 from lockstep.comm.world import World

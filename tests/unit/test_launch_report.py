@@ -69,6 +69,12 @@ def test_an_echo_that_was_written_first_is_still_an_echo() -> None:
     assert _first(echo, cause) == 1
 
 
+def test_an_error_of_the_rank_that_reads_a_stream_is_an_echo_on_the_others() -> None:
+    cause = _ending(0, 1, 5.3, raised="ValueError: sample 3 is broken", raised_at=5.15)
+    told = "rank 1: rank 0, which reads the stream for this machine, failed to read batch 4. Its traceback: …"
+    assert _first(cause, _ending(1, 1, 5.2, raised=f"ValueError: {told}", raised_at=5.1)) == 0
+
+
 def test_a_death_by_signal_comes_before_what_it_caused() -> None:
     killed = _ending(1, -SIGSEGV, 5.05)
     echo = _ending(0, 1, 5.1, raised="RuntimeError: peer left", raised_at=5.0)

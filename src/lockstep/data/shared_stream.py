@@ -212,7 +212,7 @@ class SharedStream:
             raise
         except Exception as error:
             if ended is None:
-                _tell(local, Stopped("failed", number, class_name(error), tracebacks.text(error)[-_LONGEST:]))
+                _tell(local, Stopped("failed", number, class_name(error), tracebacks.users_text(error)[-_LONGEST:]))
             raise
 
     def _reading(self, local: LocalRanks) -> Iterable[Fetched]:

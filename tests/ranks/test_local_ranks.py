@@ -80,13 +80,13 @@ def test_a_rank_that_can_not_be_reached_is_told_on_all_ranks_of_its_machine() ->
 
 
 def _strangers() -> list[int]:
-    """Rank 0 is called by others first: one that goes, one that says something else, one that guesses the word."""
+    """Rank 0 is called by others first: one that goes, one that says something else, two that guess the word."""
     world = lockstep.init(timeout=30)
     listen, strangers = local_ranks._listen, []
 
     def called(most: int) -> Any:
-        listener, name, why = listen(most + 3)
-        for word in (None, Word("hello"), Hello(1, "guessed")):
+        listener, name, why = listen(most + 4)
+        for word in (None, Word("hello"), Hello(1, "guessed"), Hello(2, "guessed")):
             stranger = socket.socket(socket.AF_UNIX)
             stranger.connect(f"\0{name}")
             strangers.append(stranger)

@@ -23,7 +23,7 @@ from lockstep import knobs
 from lockstep.comm import local_ranks
 from lockstep.data import shared_stream
 from lockstep.job import trace
-from tests.backends import EACH_BACKEND, OVER_BOTH
+from tests.backends import EACH_BACKEND, OVER_ALL, OVER_BOTH
 from tests.harness import collect_outcomes, run_ranks
 
 pytestmark = EACH_BACKEND
@@ -99,7 +99,7 @@ def _joined(ranks: list[Any]) -> list[Any]:
     ]
 
 
-@OVER_BOTH
+@OVER_ALL
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_a_stream_is_read_once_by_the_ranks_of_a_machine(workers: int, persistent: bool) -> None:
     length = 64
@@ -340,32 +340,50 @@ def test_every_rank_reads_what_can_not_be_handed_over_and_it_is_said_once(after:
     assert f"an object of {__name__}:Opaque at [0]" in told[0]
 
 
-class Unseeded(IterableDataset[int]):
-    def __init__(self) -> None:
-        self.read = 0
+class Unseeded(IterableDataset[float]):
+    """Numbers that are changed by what is drawn from some sample on; at the end something more may be drawn."""
 
-    def __iter__(self) -> Iterator[int]:
-        numbers = [*range(20)]
-        random.shuffle(numbers)
-        for number in numbers:
+    def __init__(self, draws_from: int) -> None:
+        self.draws_from, self.read = draws_from, 0
+
+    def __iter__(self) -> Iterator[float]:
+        for number in range(20):
             self.read += 1
-            yield number
+            yield float(number) + (random.random() + float(np.random.rand()) if number >= self.draws_from else 0)
+        if self.draws_from == 20:
+            random.random()
 
 
-def _unseeded() -> tuple[list[int], int, float]:
+def _unseeded(draws_from: int) -> tuple[list[list[float]], list[float], int, list[str]]:
     lockstep.init(timeout=60)
-    stream = Unseeded()
+    stream = Unseeded(draws_from)
     loader = lockstep.shard(DataLoader(stream, batch_size=4), seed_samples=False)
-    seen = [number for _ in range(2) for batch in loader for number in batch.tolist()]
-    return seen, stream.read, random.random()
+    seen, drawn = [], []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for batch in loader:
+                seen.append(batch.tolist())
+                drawn.append(random.random())  # by the script, between two batches
+    return seen, [*drawn, random.random(), float(np.random.rand())], stream.read, [str(each.message) for each in told]
 
 
-def test_what_draws_from_generators_that_all_ranks_advance_is_read_by_all() -> None:
-    (alone, read, drawn), *_ = run_ranks(_unseeded, 1)
-    ranks = run_ranks(_unseeded, 2)
-    assert sorted(ranks[0][0] + ranks[1][0]) == sorted(alone)
-    assert [each for batch in zip(*[iter(alone)] * 4, strict=True) for each in batch[:2]] == ranks[0][0]
-    assert {(read, drawn) for _, read, drawn in ranks} == {(read, drawn)}
+@pytest.mark.parametrize("draws_from", [0, 9, 20])
+def test_what_draws_from_the_generators_of_all_ranks_is_read_by_all(draws_from: int) -> None:
+    (alone, drawn, read, _), *_ = run_ranks(_unseeded, 1, draws_from)
+    ranks = run_ranks(_unseeded, 2, draws_from)
+    assert [a + b for a, b in zip(*[seen for seen, *_ in ranks], strict=True)] == alone
+    assert [rank[1] for rank in ranks] == [drawn, drawn], "what the script draws stays the same as well"
+    assert [rank[2] for rank in ranks] == [read, read + 1]
+    assert [len(rank[3]) for rank in ranks] == [1, 0]
+    assert "it draws from the generators of Python, NumPy or torch" in ranks[0][3][0]
+
+
+def test_what_draws_nothing_is_read_once_also_without_seeds() -> None:
+    (alone, drawn, read, _), *_ = run_ranks(_unseeded, 1, 21)
+    ranks = run_ranks(_unseeded, 2, 21)
+    assert [a + b for a, b in zip(*[seen for seen, *_ in ranks], strict=True)] == alone
+    assert [rank[1:] for rank in ranks] == [(drawn, read, []), (drawn, 1, [])]
 
 
 class OfOneRank(IterableDataset[int]):

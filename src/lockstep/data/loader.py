@@ -275,7 +275,7 @@ class ShardedLoader:
             seeded=seeded,
             sliced=self._slicing,
         )
-        self._inner = shared(inner, world, seeded=seeded)
+        self._inner = shared(inner, world, seeded=seeded, drop_last=source.drop_last)
         #: The epochs; None: those of a stream, which is read as it comes.
         self._epochs = None if source.order == "stream" else Epochs(source, world, loader=self._number, inner=inner)
         #: True if a batch may have fewer samples than this rank's share: torch's own collate_fn drops none.

@@ -26,11 +26,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler
+
+Item = TypeVar("Item")
 
 #: The deepest sampler within samplers whose generators are seeded.
 _DEEPEST = 4
@@ -51,6 +53,22 @@ def preserved_generators() -> Iterator[None]:
         yield
     finally:
         _restore(before)
+
+
+def without_drawing(items: Iterator[Item]) -> Iterator[tuple[Item | None, bool]]:
+    """Yield each item with whether anything has been drawn from the common generators to make it, and at the end None
+    with whether anything has been drawn to find it. This takes about 40 µs an item."""
+    while True:
+        before = _told_apart()
+        item = next(items, None)
+        yield item, _told_apart() != before
+        if item is None:
+            return
+
+
+def _told_apart() -> tuple[Any, ...]:
+    _, keys, *rest = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), keys.tobytes(), *rest
 
 
 class SamplerNumbers:

@@ -17,9 +17,10 @@ A stream that splits itself by rank is not what this is for: the leader's part w
 lost. So in the first pass of a loader each other rank reads one sample of the stream as well, and compares it with the
 first that the leader has read; where they differ, the comparison of the first batches fails, as it does where all read.
 
-All ranks read, each for itself, where batches hold what can't be packed, which shows at the first of them; where the
-ranks can't be connected; and without workers where samples are not seeded: what such a stream draws comes from
-generators that all ranks advance alike.
+All ranks read, each for itself, where the ranks can't be connected, and from the batch on that holds what can't be
+packed: the others begin the stream anew, and pass over what they had. So do they where samples are not seeded and there
+are no workers, from the batch on for which the stream draws from the common generators: all ranks have to advance these
+alike. What comes of it is what would have come if all had read from the start, since nothing was drawn until then.
 """
 
 from __future__ import annotations
@@ -40,25 +41,35 @@ from lockstep.comm.together import class_name, class_named
 from lockstep.comm.world import World
 from lockstep.data.contents import fingerprint
 from lockstep.data.fetch import Fetched, StreamDataset, TimedStream, naming_dead_workers
+from lockstep.data.seeding import preserved_generators, without_drawing
 from lockstep.errors import LockstepError
 from lockstep.trees import map_leaves
 
 #: Batches that the leader hands over before another rank has taken the first of them.
 _AHEAD = 2
+#: Why every rank reads a stream that draws unseeded.
+_DRAWN = (
+    "it draws from the generators of Python, NumPy or torch, which all ranks have to advance alike: with "
+    "seed_samples=True, or with workers, it is read once a machine"
+)
 #: The most characters of a traceback that are handed over.
 _LONGEST = 20_000
 
 
-def shared(own: DataLoader[Fetched], world: World, *, seeded: bool) -> DataLoader[Fetched] | SharedStream:
-    """Return what reads a stream once a machine, or ``own`` where that is no stream or every rank reads it anyway.
+def shared(
+    own: DataLoader[Fetched], world: World, *, seeded: bool, drop_last: bool
+) -> DataLoader[Fetched] | SharedStream:
+    """Return what reads a stream once a machine, or ``own`` where that is no stream or there is one rank.
 
     Args:
         own: the DataLoader by which a rank reads by itself.
         world: all ranks.
         seeded: whether samples are seeded.
+        drop_last: whether a last batch of fewer samples is dropped.
     """
-    is_stream = isinstance(own.dataset, StreamDataset)
-    return SharedStream(own, world) if is_stream and world.world_size > 1 and (seeded or own.num_workers) else own
+    if world.world_size == 1 or not isinstance(own.dataset, StreamDataset):
+        return own
+    return SharedStream(own, world, seeded=seeded, drop_last=drop_last)
 
 
 class LeaderStream(StreamDataset):
@@ -82,7 +93,10 @@ class LeaderStream(StreamDataset):
         try:
             parcel = Parcel.of([(share._replace(fingerprint=own.fingerprint), looked_at) for share in shares])
         except Unpackable as error:
-            return own._replace(parcel=str(error))
+            return own._replace(
+                parcel=f"its batches have {error}, which can't be handed from process to process: let the collate_fn "
+                "return tensors, arrays, numbers and texts, and it is read once a machine"
+            )
         return own._replace(parcel=parcel)
 
 
@@ -123,7 +137,7 @@ class Handed:
 class Stopped:
     """The leader's message: there comes no batch any more, after so many."""
 
-    #: "end": of the stream; "left": the leader's loop; "failed"; "unpackable": from here on every rank reads.
+    #: "end": of the stream; "left": the leader's loop; "failed"; "by all": from here on every rank reads.
     why: str
     batches: int
     #: The name of the class of the error, and its traceback.
@@ -144,11 +158,13 @@ class SharedStream:
     Args:
         own: the DataLoader by which this rank reads by itself.
         world: all ranks.
+        seeded, drop_last: as for :func:`shared`.
     """
 
-    def __init__(self, own: DataLoader[Fetched], world: World) -> None:
+    def __init__(self, own: DataLoader[Fetched], world: World, *, seeded: bool, drop_last: bool) -> None:
         assert isinstance(own.dataset, StreamDataset)
         self._own, self._world = own, world
+        self._may_draw, self._drop_last = not (seeded or own.num_workers), drop_last
         self.dataset, self.num_workers, self.prefetch_factor = own.dataset, own.num_workers, own.prefetch_factor
         #: False once it is known that each rank has to read by itself.
         self._is_shared = True
@@ -188,24 +204,22 @@ class SharedStream:
         taken = dict.fromkeys(local.members[1:], 0)
         ended: Stopped | None = None
         try:
-            for fetched in self._reading(local):
-                parcel = fetched.parcel
-                if isinstance(parcel, Parcel):
-                    for line, place in zip(local.lines, parcel.places, strict=True):
-                        self._make_room(line, taken, number)
-                        line.send(Handed(parcel.size, *place), [parcel.descriptor])
-                elif self._is_shared and parcel is not None:
-                    ended = Stopped("unpackable", number)
+            for fetched, why in self._reading(local):
+                if ended is None and why:
+                    ended = Stopped("by all", number)
                     _tell(local, ended)
-                    self._read_by_all(
-                        local,
-                        f"its batches have {parcel}, which can't be handed from process to process: let the collate_fn "
-                        "return tensors, arrays, numbers and texts, and it is read once a machine",
-                    )
+                    self._read_by_all(local, why)
+                if fetched is None:
+                    break
+                if ended is None and isinstance(fetched.parcel, Parcel):
+                    for line, place in zip(local.lines, fetched.parcel.places, strict=True):
+                        self._make_room(line, taken, number)
+                        line.send(Handed(fetched.parcel.size, *place), [fetched.parcel.descriptor])
                 number += 1
                 yield fetched._replace(parcel=None)
-            ended = ended or Stopped("end", number)
-            _tell(local, ended)
+            if ended is None:
+                ended = Stopped("end", number)
+                _tell(local, ended)
         except GeneratorExit:
             if ended is None:
                 _tell(local, Stopped("left", number))
@@ -215,12 +229,17 @@ class SharedStream:
                 _tell(local, Stopped("failed", number, class_name(error), tracebacks.users_text(error)[-_LONGEST:]))
             raise
 
-    def _reading(self, local: LocalRanks) -> Iterable[Fetched]:
-        """Begin to read for all ranks of this machine."""
+    def _reading(self, local: LocalRanks) -> Iterator[tuple[Fetched | None, str]]:
+        """Read for all ranks of this machine: yield each batch, and why every rank has to read it by itself; empty if
+        it has not. At the end there may be such a reason alone."""
         if self._reader is None:
             kind = TimedLeaderStream if isinstance(self.dataset, TimedStream) else LeaderStream
             self._reader = _like(self._own, kind(self.dataset, local.members[1:]), persistent=True)
-        return naming_dead_workers(self._reader) if self.num_workers else self._reader
+        reader: Iterable[Fetched] = naming_dead_workers(self._reader) if self.num_workers else self._reader
+        told = without_drawing(iter(reader)) if self._may_draw else ((fetched, False) for fetched in reader)
+        for fetched, has_drawn in told:
+            unpackable = fetched.parcel if fetched is not None and isinstance(fetched.parcel, str) else ""
+            yield fetched, unpackable or (_DRAWN if has_drawn else "")
 
     def _make_room(self, line: RankLine[Accepted], taken: dict[int, int], number: int) -> None:
         """Wait until a rank has taken its shares but ``_AHEAD``. (One that has left its loop, or is gone, takes none;
@@ -251,11 +270,11 @@ class SharedStream:
                 if first is not None and seen != first:  # so that the comparison of the first batches fails
                     fetched = fetched._replace(fingerprint=seen)
             yield self._pinned(fetched)
-        if message.why == "unpackable":
+        if message.why == "by all":
             self._read_by_all(local, "")
             yield from islice(self._own, message.batches, None)
         elif message.why == "end":
-            if not number and seen is not None and not self.dataset._drop_last:
+            if not number and seen is not None and not self._drop_last:
                 yield Fetched(None, 0, 0, fingerprint=seen)  # which the leader lacks; the comparison fails
         else:
             self._raise(local, message)
@@ -263,7 +282,8 @@ class SharedStream:
     def _first_sample(self) -> str | None:
         """Return the fingerprint of the first sample that this rank would read; None: there is none."""
         look = _like(self._own, FirstSample(self.dataset), persistent=False)
-        return next((each.fingerprint for each in look), None)
+        with preserved_generators():  # (they are nobody's who reads by the leader)
+            return next((each.fingerprint for each in look), None)
 
     def _pinned(self, fetched: Fetched) -> Fetched:
         if not self._own.pin_memory:

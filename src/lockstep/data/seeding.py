@@ -67,8 +67,8 @@ def without_drawing(items: Iterator[Item]) -> Iterator[tuple[Item | None, bool]]
 
 
 def _told_apart() -> tuple[Any, ...]:
-    _, keys, *rest = np.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), keys.tobytes(), *rest
+    of_torch, of_python, of_numpy = _states()
+    return of_torch.numpy().tobytes(), of_python, of_numpy[1].tobytes(), *of_numpy[2:]
 
 
 class SamplerNumbers:

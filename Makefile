@@ -109,6 +109,7 @@ bench: $(READY)  ## measure launch and step times against torch (some minutes; n
 	$(BIN)/python -m benchmarks.slices
 	$(BIN)/python -m benchmarks.costs
 	$(BIN)/python -m benchmarks.loader
+	$(BIN)/python -m benchmarks.streams
 	$(BIN)/python -m benchmarks.collectives
 	$(BIN)/python -m benchmarks.data_parallel
 	$(BIN)/python -m benchmarks.checkpoint

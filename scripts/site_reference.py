@@ -76,9 +76,9 @@ GROUPS = (
     Group(
         "data",
         "Data",
-        "The global batch, each rank's share of it, slices, and parts of lists. See the :doc:`guide </guide>` and "
-        ":doc:`the same result on any number of ranks </exactness>`.",
-        "shard ShardedLoader Slices Step BatchShare DistributedSampler split Split",
+        "The global batch, each rank's share of it, slices, parts of lists, and data that ranks share. See the "
+        ":doc:`guide </guide>` and :doc:`the same result on any number of ranks </exactness>`.",
+        "shard ShardedLoader Slices Step BatchShare DistributedSampler split Split once_per_machine",
         "lockstep.data.steps.Steps",
     ),
     Group(

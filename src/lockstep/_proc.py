@@ -147,6 +147,12 @@ def resident(pid: int | None) -> tuple[int, int]:
     return whole, max(0, whole - of_files)
 
 
+def shared(pid: int | None) -> int:
+    """Return the bytes of a process's resident memory that is shared and no file's; 0 if it has ended, or ``pid`` is
+    None."""
+    return 0 if pid is None else counter(f"/proc/{pid}/status", "RssShmem") or 0
+
+
 def _parse(text: str) -> Stat | None:
     fields = text.rpartition(")")[2].split()  # the process name before it may contain anything
     if len(fields) < 20:

@@ -53,6 +53,26 @@ def fold(error: BaseException) -> None:
         left += _members(each) if cause is None else [cause, *_members(each)]
 
 
+def users_text(error: BaseException) -> str:
+    """Return the text of an error that is told to another process, with the user's frames alone, as :func:`fold` would
+    leave them; the error itself stays as it is."""
+    try:
+        told = traceback.TracebackException.from_exception(error)
+    except BaseException as trouble:  # noqa: BLE001  (formatting runs code of the user's; see text())
+        return f"{named(error)}\n(Python can't show all of it: {named(trouble)})\n"
+    if not knobs.full_traceback():
+        _leave_users_frames(told)
+    return "".join(told.format())
+
+
+def _leave_users_frames(told: traceback.TracebackException) -> None:
+    frames = [frame for frame in told.stack if not callsite.is_library(frame.filename)]
+    told.stack = traceback.StackSummary.from_list(frames or told.stack)
+    for each in (told.__cause__, told.__context__):
+        if each is not None:
+            _leave_users_frames(each)
+
+
 def text(error: BaseException, *, in_memory: bool = False) -> str:
     """Return the text that Python prints for an uncaught error, or as much of it as can be formatted.
 

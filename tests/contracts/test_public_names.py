@@ -38,6 +38,7 @@ COLLECTIVE = {
     "gathered",
     "init",
     "join",
+    "once_per_machine",
     "replicate",
     "shard",
     "split",

@@ -180,6 +180,21 @@ def test_one_rank_alone_holds_up_nobody() -> None:
     ]
 
 
+def _with_memory(whole: int, shared: int, own: int) -> list[str]:
+    summary = _summary({0: {"forward": 1.0}, 1: {"forward": 1.0}})
+    rank = replace(summary.ranks[1], memory=whole * _MB, shared_memory=shared * _MB, own_memory=own * _MB)
+    return replace(summary, ranks={0: summary.ranks[0], 1: rank}).remarks()
+
+
+def test_shared_memory_is_told_from_a_ranks_own() -> None:
+    assert _with_memory(3072, 2048, 700) == [
+        "of 3 GiB of memory of a rank, 2 GiB is shared: the machine has it once for all who use it; 700 MiB is the "
+        "rank's own"
+    ]
+    assert _with_memory(300, 63, 200) == [], "too little"
+    assert _with_memory(3000, 290, 2000) == [], "too small a part"
+
+
 @pytest.mark.parametrize(
     ("peaks", "said"),
     [({0: 300 * _MB}, "too short to tell: at most 300 MiB of memory a rank"), ({0: None}, "too short to tell")],

@@ -10,6 +10,7 @@ from signal import SIGABRT, SIGINT, SIGKILL, SIGQUIT, SIGSEGV, SIGTERM
 import pytest
 
 from lockstep.job.files import EXIT_SAVED, FailureRecord, StopNote
+from lockstep.launch import report
 from lockstep.launch.evidence import MachineFacts
 from lockstep.launch.policy import Ending, KilledFor, RankState
 from lockstep.launch.report import Outcome, describe, stopped
@@ -66,6 +67,12 @@ def test_an_echo_that_was_written_first_is_still_an_echo() -> None:
     cause = _ending(1, 1, 5.3, raised="ValueError: cause", raised_at=5.15)
     echo = _ending(0, 1, 5.2, raised="lockstep.errors.PeerLost: rank 1 is gone", raised_at=5.1)
     assert _first(echo, cause) == 1
+
+
+def test_an_error_of_the_rank_that_reads_a_stream_is_an_echo_on_the_others() -> None:
+    cause = _ending(0, 1, 5.3, raised="ValueError: sample 3 is broken", raised_at=5.15)
+    told = "rank 1: rank 0, which reads the stream for this machine, failed to read batch 4. Its traceback: …"
+    assert _first(cause, _ending(1, 1, 5.2, raised=f"ValueError: {told}", raised_at=5.1)) == 0
 
 
 def test_a_death_by_signal_comes_before_what_it_caused() -> None:
@@ -262,3 +269,36 @@ def test_a_file_over_the_users_limit_is_told(monkeypatch: pytest.MonkeyPatch) ->
     failed = _ending(0, 1, 5.1, raised="OSError: [Errno 27] File too large", raised_at=5.0)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
     assert "this user's limit, 1 MiB (ulimit -f)" in describe(_outcome(failed, world_size=1))
+
+
+_CRASHED = """{before}Fatal Python error: Segmentation fault
+
+Thread 0x00007f00aaaaaaaa (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+  File "/home/me/other.py", line 2 in watch
+
+Current thread 0x00007f00bbbbbbbb (most recent call first):
+  File "/home/me/.venv/lib/python3.11/site-packages/torch/_tensor.py", line 9 in add_
+  File "/home/me/data.py", line 7 in normalise
+  File "{ours}/launch/rank.py", line 343 in _run
+  File "/home/me/train.py", line 30 in <module>
+  File "<frozen runpy>", line 88 in _run_code
+
+Extension modules: numpy._core._multiarray_umath, {modules} (total: 90)
+"""
+
+
+def test_of_a_crash_that_python_has_shown_the_users_lines_are_repeated(tmp_path: Path) -> None:
+    ours, modules = str(Path(report.__file__).parents[1]), ", ".join(f"torch._C{number}" for number in range(300))
+    log = tmp_path / "rank1.log"
+    log.write_text(_CRASHED.format(before="step 1\n" * 5000, ours=ours, modules=modules))
+    crashed = _ending(1, -SIGSEGV, 5.0)
+    lines = describe(_outcome(_ending(0, -SIGTERM, 6.0), Ending(crashed.state, None, log=log))).splitlines()
+    begin = lines.index("  Fatal Python error: Segmentation fault")
+    assert lines[begin + 1 : begin + 4] == [
+        '    File "/home/me/data.py", line 7 in normalise',
+        '    File "/home/me/train.py", line 30 in <module>',
+        f"rank 1's log: {log}",
+    ]
+    log.write_text("Fatal Python error: none that it has shown\nlast\n")
+    assert "  last" in describe(_outcome(Ending(crashed.state, None, log=log)))

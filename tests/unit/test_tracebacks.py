@@ -40,6 +40,37 @@ def test_frames_of_torch_are_folded_away(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "module.py" in _shown(_raised(_wrong_shape))
 
 
+def _chained() -> None:
+    try:
+        _wrong_shape()
+    except RuntimeError as error:
+        raise ValueError("not a sample") from error
+
+
+def test_what_is_told_to_another_process_has_the_users_frames_and_leaves_the_error_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    error = _raised(_chained)
+    before = "".join(traceback.format_exception(error))
+    told = tracebacks.users_text(error)
+    assert "in _wrong_shape" in told
+    assert told.endswith("ValueError: not a sample\n")
+    assert "mat1 and mat2 shapes cannot be multiplied" in told
+    assert "module.py" in before
+    assert "module.py" not in told
+    assert "".join(traceback.format_exception(error)) == before
+    monkeypatch.setenv("LOCKSTEP_TRACEBACK", "full")
+    assert tracebacks.users_text(error) == before
+
+
+def test_what_can_not_be_told_whole_is_named() -> None:
+    class Broken(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    assert "Broken" in tracebacks.users_text(Broken())
+
+
 def _lost() -> None:
     wait_for(partial(torch.ones(2).view, 3), lambda: "rank 0 of 2: averaging")
 

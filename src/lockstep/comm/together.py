@@ -89,8 +89,19 @@ def agreed(
     return result
 
 
+def class_name(error: BaseException) -> str:
+    """Return the name of the class of which other ranks raise an error of this one; empty: a LockstepError."""
+    return next((_KNOWN[kind] for kind in type(error).__mro__ if kind in _KNOWN), "")
+
+
+def class_named(name: str) -> type[Exception]:
+    """Return the class that :func:`class_name` has named."""
+    kind: type[Exception] = _BY_NAME.get(name, LockstepError)
+    return kind
+
+
 def _described(error: Exception) -> dict[str, str]:
-    known = next((_KNOWN[kind] for kind in type(error).__mro__ if kind in _KNOWN), "")
+    known = class_name(error)
     return {"error": said(error) if known else named(error), "class": known}
 
 

@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 
 from lockstep import accelerator, knobs
+from lockstep.comm.parcels import Parcel
 from lockstep.comm.world import World
 from lockstep.data.batches import GlobalBatch
 from lockstep.data.contents import fingerprint
@@ -32,6 +33,7 @@ from lockstep.data.order import share_bounds
 from lockstep.data.seeding import SampleSeeds, preserved_generators, seed_generators
 from lockstep.data.slicing import Slicing, sizes_in
 from lockstep.data.source import Shardable
+from lockstep.errors import PeerLost
 from lockstep.job import stop
 from lockstep.job.trace import BatchTimes
 from lockstep.job.workers import AtWork
@@ -99,6 +101,8 @@ class Fetched(NamedTuple):
     indices: Sequence[int] = ()
     #: The fingerprint of a stream's first global batch, to compare between ranks; otherwise None.
     fingerprint: str | None = None
+    #: The shares of the machine's other ranks, if this one reads a stream for them, or why they can't be packed.
+    parcel: Parcel | str | None = None
 
 
 class FetchingDataset(Dataset[Fetched]):
@@ -231,25 +235,29 @@ class StreamDataset(IterableDataset[Fetched]):
             position += 1
 
     def _cut(self, samples: list[Any], *, first: bool, seed: int) -> Fetched:
-        print_ = fingerprint(samples) if first else None
+        print_ = fingerprint(samples) if first else None  # of the samples as they came: a collate_fn may change them
+        return self._share(samples, self._rank, seed=seed)._replace(fingerprint=print_)
+
+    def _share(self, samples: list[Any], rank: int, *, seed: int) -> Fetched:
+        """Return a rank's share of a global batch."""
         if self._sliced is not None:
-            return self._cut_in_slices(samples, print_, seed=seed, sliced=self._sliced)
-        start, stop = share_bounds(len(samples), rank=self._rank, world_size=self._world_size, shares=self._shares)
+            return self._share_in_slices(samples, rank, seed=seed, sliced=self._sliced)
+        start, stop = share_bounds(len(samples), rank=rank, world_size=self._world_size, shares=self._shares)
         mine = samples[start:stop] or samples[:1]
         batch = collated(mine, self._collate, empty=start == stop, seed=seed if self._seeded else None)
-        return Fetched(batch, stop - start, len(samples), fingerprint=print_)
+        return Fetched(batch, stop - start, len(samples))
 
-    def _cut_in_slices(self, samples: list[Any], print_: str | None, *, seed: int, sliced: Slicing) -> Fetched:
+    def _share_in_slices(self, samples: list[Any], rank: int, *, seed: int, sliced: Slicing) -> Fetched:
         batches, numbers, count = [], [], 0
         bounds = sliced.cut(len(samples))
-        for number in range(*sliced.runs_at(0)[self._rank]):
+        for number in range(*sliced.runs_at(0)[rank]):
             start, stop = bounds[number]
             if start < stop:
                 own = mix(seed, number) if self._seeded else None
                 batches.append(collated(samples[start:stop], self._collate, empty=False, seed=own))
                 numbers.append(number)
                 count += stop - start
-        return Fetched(batches, count, len(samples), numbers, sizes_in(bounds), fingerprint=print_)
+        return Fetched(batches, count, len(samples), numbers, sizes_in(bounds))
 
 
 class TimedDataset(FetchingDataset):
@@ -525,6 +533,8 @@ def naming_dead_workers(slices: Iterable[Fetched]) -> Iterator[Fetched]:
     """
     try:
         yield from slices
+    except PeerLost:  # another rank
+        raise
     except (ConnectionError, EOFError):
         for _ in range(200):  # two seconds: on a busy machine the kernel is slow to end a process
             time.sleep(0.01)  # the handler raises in here

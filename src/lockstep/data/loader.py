@@ -2,12 +2,14 @@
 
 Note [Streams]
 ~~~~~~~~~~~~~~
-An iterable dataset can't be indexed, so every rank reads the whole stream and keeps its contiguous share of each
-global batch: exact, at the price of reading everything on each rank (only the share is collated and sent on). With
-worker processes torch gives each worker a copy of the dataset, which the dataset splits by ``get_worker_info()``; the
-number of workers then decides which samples share a batch. So it is not divided among the ranks: W workers on each
-rank take the same batches as W workers in one process. The ranks compare their first global batch, because a stream
-that splits itself by rank as well (as some libraries do) would otherwise be split twice, silently.
+An iterable dataset can't be indexed, so all of it is read, and each rank gets its contiguous share of each global
+batch. One rank of each machine reads, and hands the others their shares (Note [Read once a machine] in
+``data/shared_stream.py``); where it can't, every rank reads the whole stream and keeps its share: exact as well, at the
+price of reading everything on each rank. With worker processes torch gives each worker a copy of the dataset, which the
+dataset splits by ``get_worker_info()``; the number of workers then decides which samples share a batch. So it is not
+divided among the ranks: W workers of the rank that reads take the same batches as W workers in one process. The ranks
+compare their first global batch, because a stream that splits itself by rank as well (as some libraries do) would
+otherwise be split twice, silently.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ from lockstep.data.last_pass import LastPass
 from lockstep.data.mixing import mix
 from lockstep.data.order import batch_count, share_bounds
 from lockstep.data.seeding import preserved_generators
+from lockstep.data.shared_stream import shared
 from lockstep.data.slicing import SliceOptions, Slices, sizes_in
 from lockstep.data.source import REMEDIES, Shardable, read_source
 from lockstep.data.steps import Batches, Step, StepKey, Steps
@@ -91,11 +94,13 @@ def shard(
     (of the right dtypes and trailing shapes), so that every rank takes every step.
 
     The DataLoader itself is left as it was. Its workers are divided among the ranks of a machine (rounded down, at
-    least one each if there were any), except for an iterable dataset: see Note [Streams] in ``data/loader.py``.
+    least one each if there were any). An iterable dataset is read once a machine, by all of them: see Note [Streams] in
+    ``data/loader.py``.
 
     Samplers: ``shuffle=True`` and no shuffling are ordered by lockstep. With any other sampler rank 0 draws the order
     at the beginning of each epoch, with its generator seeded from (seed, epoch), and all ranks get that order;
-    beginning a pass is then **Collective**. So is the first batch of a stream.
+    beginning a pass is then **Collective**. So is the first batch of a stream, and any later one comes from the rank
+    that reads it.
 
     Batch samplers: one of your own (buckets of lengths, a number of tokens, some of each class) draws the *global*
     batches, of whatever size, and each is cut into shares. Rank 0 alone asks it, for some hundred batches at a time,
@@ -260,7 +265,7 @@ class ShardedLoader:
         # The workers' base seed is drawn from here and not from the global generator, which a resumed run would then
         # find in another state.
         self._generator = torch.Generator()
-        self._inner = inner_loader(
+        inner = inner_loader(
             source,
             world,
             self._keys,
@@ -269,10 +274,9 @@ class ShardedLoader:
             seeded=seeded,
             sliced=self._slicing,
         )
+        self._inner = shared(inner, world, seeded=seeded, drop_last=source.drop_last)
         #: The epochs; None: those of a stream, which is read as it comes.
-        self._epochs = (
-            None if source.order == "stream" else Epochs(source, world, loader=self._number, inner=self._inner)
-        )
+        self._epochs = None if source.order == "stream" else Epochs(source, world, loader=self._number, inner=inner)
         #: True if a batch may have fewer samples than this rank's share: torch's own collate_fn drops none.
         self._may_drop = source.loader.collate_fn is not default_collate
         self._say_who_is_left_out()

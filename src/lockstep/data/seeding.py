@@ -47,6 +47,7 @@ from lockstep.data.generators import GENERATORS
 from lockstep.data.mixing import mixed
 
 Sample = TypeVar("Sample")
+Item = TypeVar("Item")
 
 #: The deepest sampler within samplers whose generators are seeded.
 _DEEPEST = 4
@@ -164,6 +165,18 @@ class SampleSeeds:
         for number, state in resting.items():
             GENERATORS[number].set_state(state)
         return resting
+
+
+def without_drawing(items: Iterator[Item]) -> Iterator[tuple[Item | None, bool]]:
+    """Yield each item with whether anything has been drawn from the common generators to make it, and at the end None
+    with whether anything has been drawn to find it."""
+    while True:
+        before = _states()
+        item = next(items, None)
+        stand = all(generator.is_at(state) for generator, state in zip(GENERATORS, before, strict=True))
+        yield item, not stand
+        if item is None:
+            return
 
 
 class SamplerNumbers:

@@ -70,6 +70,8 @@ class Progress:
     collections: int = 0
     #: Resident bytes at the last look that are neither a file's nor shared; 0: unknown, as of other machines' ranks.
     own_memory: int = 0
+    #: Resident bytes at the last look that are shared and no file's: one copy for all who have them; 0: as above.
+    shared_memory: int = 0
     #: Tokens that the script has counted for these steps; 0: it counts none.
     tokens: int = 0
     #: The FLOPs of one step, as they were counted; None: they were not.
@@ -109,6 +111,7 @@ class Progress:
             collected=self.collected + other.collected,
             collections=self.collections + other.collections,
             own_memory=max(self.own_memory, other.own_memory),
+            shared_memory=max(self.shared_memory, other.shared_memory),
             flops=other.flops or self.flops,
         )
 

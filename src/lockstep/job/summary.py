@@ -59,6 +59,8 @@ _WORTH, _NEARLY_ALL = 0.01, 0.8
 #: The part of a rank's time that pauses of the garbage collector take before they are told, and that of the run that
 #: passes before its second step.
 _COLLECTED, _STARTING = 0.01, 0.1
+#: The fewest shared bytes of a rank that are told, and the smallest fraction of its memory.
+_LEAST_SHARED, _PART_SHARED = 64 << 20, 0.1
 #: Seconds in which an idle machine's launcher surely looks often enough for a verdict.
 _SURELY_ENOUGH = 2
 #: The most ranks with a row of their own, and the most stretches that are told.
@@ -310,7 +312,14 @@ class Summary(TimeAccount):
 
     def remarks(self) -> list[str]:
         """Return what else there is to say, a line each: FLOPs, GPUs, stretches, memory, the garbage collector."""
-        return [*self._flops(), *self._devices(), *self._stretches(), *self._growth(), *self._collector()]
+        return [
+            *self._flops(),
+            *self._devices(),
+            *self._stretches(),
+            *self._shared(),
+            *self._growth(),
+            *self._collector(),
+        ]
 
     def table(self, peaks: Mapping[int, int | None]) -> list[str]:
         """Return a row for each rank, where a rank or a phase stands out."""
@@ -351,6 +360,16 @@ class Summary(TimeAccount):
         lines = [_told_of(stretch) for stretch in found if stretch in dearest]
         more = len(found) - len(lines)
         return [*lines, *([f"(and {more} more stretches that cost less)"] if more else [])]
+
+    def _shared(self) -> list[str]:
+        """Say how much of a rank's memory is one copy for several, where that is remarkable."""
+        whole, shared, own = max((each.memory, each.shared_memory, each.own_memory) for each in self.ranks.values())
+        if shared < _LEAST_SHARED or shared < _PART_SHARED * whole:
+            return []
+        return [
+            f"of {as_size(whole)} of memory of a rank, {as_size(shared)} is shared: the machine has it once for all "
+            f"who use it; {as_size(own)} is the rank's own"
+        ]
 
     def _growth(self) -> list[str]:
         if not self.growths:

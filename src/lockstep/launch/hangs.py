@@ -121,7 +121,7 @@ class HangWatch:
         #: Rank -> the last report of its launcher, for ranks of other machines.
         self._others: dict[int, _Heard] = {}
         #: Rank -> its resident bytes, and those of them that are its own.
-        self._memory = dict.fromkeys(ranks, (0, 0))
+        self._memory = dict.fromkeys(ranks, (0, 0, 0))
 
     @property
     def due(self) -> float:
@@ -189,7 +189,8 @@ class HangWatch:
         """
         self.glance(now)
         self._looks = {rank: self._pages.look(rank) for rank in self._ranks}
-        self._memory = {rank: _proc.resident(states[rank].pid) for rank in self._ranks}
+        pids = {rank: states[rank].pid for rank in self._ranks}
+        self._memory = {rank: (*_proc.resident(pid), _proc.shared(pid)) for rank, pid in pids.items()}
         for rank, progress in self.progress().items():
             self._pages.note(rank, progress.memory, progress.seconds)
         self._times.add(min(look.steps or 0 for look in self._looks.values()), now)
@@ -273,7 +274,7 @@ class HangWatch:
                 (self._pages.get(rank, Cell.DEVICE_MEMORY), self._pages.get(rank, Cell.DEVICE_SIZE)),
                 self._pages.get(rank, Cell.COLLECTED) / 1e6,
                 self._pages.get(rank, Cell.COLLECTIONS),
-                self._memory[rank][1],
+                *self._memory[rank][1:],
                 tokens=self._pages.get(rank, Cell.TOKENS),
                 flops=self._pages.step_flops(rank),
             )

@@ -233,7 +233,7 @@ class Policy:
 _TOLD = 2000
 #: Seconds after which a death without a record is noticed, while a record carries the time of its exception.
 _NOTICED_LATE = 0.1
-#: How other ranks' exceptions read when a peer has gone: consequences, not causes.
+#: How other ranks' exceptions read when a peer has gone or failed: consequences, not causes.
 _ECHOES = (
     "PeerLost",
     "CollectiveTimeout",
@@ -241,6 +241,7 @@ _ECHOES = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
+    "which reads the stream for this machine, failed",
 )
 
 

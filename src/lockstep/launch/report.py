@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from lockstep.callsite import is_library
 from lockstep.job.fates import advice
 from lockstep.job.files import EXIT_SAVED, StopNote
 from lockstep.job.hang import HangKind, HangVerdict, odd_ones
@@ -29,6 +30,10 @@ _RANKS = 16
 _BRIEF = 200
 #: Lines and bytes of a rank's last output that are repeated if it was not shown and nothing else explains the end.
 _LAST_LINES, _LAST_BYTES = 8, 2000
+#: Bytes of it in which a stack is looked for that Python has written because of a crash.
+_STACK_BYTES = 32_000
+#: A library's frame in such a stack.
+_IN_LIBRARY = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 #: Stands for the rank that an error begins with.
 _ANY_RANK = "rank #"
 
@@ -377,11 +382,24 @@ def _last_lines(log: Path) -> list[str]:
     """Return the end of a rank's log, indented."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _STACK_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return []  # the log is named all the same
-    return [f"  {line}" for line in last_lines(text, _LAST_LINES)]
+    lines = _stack_of_crash(text) or last_lines(text[-_LAST_BYTES:], _LAST_LINES)
+    return [f"  {line}" for line in lines]
+
+
+def _stack_of_crash(text: str) -> list[str]:
+    """Return the last stack that Python's faulthandler has written because of a crash, innermost call first, without
+    the frames of libraries; empty: there is none."""
+    _, crash, stack = text.rpartition("Fatal Python error: ")
+    _, current, frames = stack.partition("Current thread ")
+    if not (crash and current):
+        return []
+    here = [line for line in frames.partition("\n\n")[0].splitlines() if line.startswith('  File "')]
+    users = [line for line in here if not (_IN_LIBRARY.search(line) or is_library(line.split('"')[1]))]
+    return [f"{crash}{stack.splitlines()[0]}", *(users or here)][:_LAST_LINES]
 
 
 def _blamed(message: str) -> str:
@@ -452,7 +470,8 @@ _WORKER = re.compile(
 )
 #: Signals that a process causes itself, mostly in compiled code -> their meaning.
 _CRASHES = {
-    signal.SIGSEGV: "it accessed memory that is not mapped, or not its own",
+    signal.SIGSEGV: "it accessed memory that is not mapped, or not its own, or wrote to what it may only read (such as "
+    "a tensor of lockstep.once_per_machine)",
     signal.SIGABRT: "compiled code called abort(), perhaps after printing why",
     signal.SIGILL: "it met an instruction that this processor does not have: a library was built for another one",
     signal.SIGFPE: "compiled code divided an integer by zero",

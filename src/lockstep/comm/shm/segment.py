@@ -96,12 +96,8 @@ class Segment:
         descriptor = -1
         try:
             where = Whereabouts.mine()
-            descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.fchmod(descriptor, 0o600)
-            os.ftruncate(descriptor, size)
-            # Nobody can cut the memory short under a rank that uses it.
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            memory = _map(descriptor, size)
+            descriptor = make_file(size)
+            memory = map_memory(descriptor, size)
         except (OSError, AttributeError) as error:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -125,7 +121,7 @@ class Segment:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                memory = _map(descriptor, offer.size)
+                memory = map_memory(descriptor, offer.size)
             finally:
                 os.close(descriptor)
         except OSError as error:
@@ -138,8 +134,32 @@ class Segment:
         return cls(memory)
 
 
-def _map(descriptor: int, size: int) -> Memory:
+def make_file(size: int) -> int:
+    """Return the descriptor of a new file in memory, of zeros and without a name. The caller closes it.
+
+    Raises:
+        OSError: there is no memory, or a limit on files is less.
+        AttributeError: this system has no memfd.
+    """
+    descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(descriptor, 0o600)
+        os.ftruncate(descriptor, size)
+        # Nobody can cut the memory short under a rank that uses it.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def map_memory(descriptor: int, size: int, *, writable: bool = True) -> Memory:
     """Map the first ``size`` bytes of the file, to be read and written together with other processes.
+
+    Args:
+        descriptor: the file's; the mapping does without it.
+        size: bytes.
+        writable: if False, a write to the memory ends this process with SIGSEGV.
 
     Raises:
         OSError: the file is shorter (touching memory beyond its end would kill the process), or can't be mapped.
@@ -147,7 +167,8 @@ def _map(descriptor: int, size: int) -> Memory:
     there = os.fstat(descriptor).st_size
     if there < size:
         raise OSError(f"the file has {there} bytes, expected at least {size}")
-    address = _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    address = _mmap(None, size, access, mmap.MAP_SHARED, descriptor, 0)
     if address is None or address == _FAILED:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

@@ -1,0 +1,287 @@
+"""Pack batches, or whatever is made of tensors and plain values, into memory that another process can map.
+
+Note [Parcels]
+~~~~~~~~~~~~~~
+A parcel is a memfd: it has no name, so nothing is left of it when its processes end, however they end. It holds the
+bytes of tensors and arrays, and the rest as JSON. Whoever gets its descriptor maps it and has tensors on that memory,
+without a copy; the memory goes with the last of them.
+
+What can be packed is data: tensors, arrays, numbers, texts, bytes and None in lists, tuples, dicts, named tuples,
+dataclasses, and mappings of other classes. A class is told by its name and has to be loaded already where the parcel is
+opened; its objects are made without a call of their own code. So a parcel can't make its receiver do anything, as a
+pickle could. What can't be packed is named, and its owner does without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import operator
+import os
+import sys
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.comm.shm.segment import make_file, map_memory
+from lockstep.errors import LockstepError
+from lockstep.trees import path_text
+
+#: Bytes to which pieces are aligned: a cache line, and a vector of any processor.
+_ALIGNED = 64
+#: What JSON keeps as it is.
+_PLAIN = (type(None), bool, int, float, str)
+
+
+class Unpackable(TypeError):
+    """Something can't be packed into a parcel; the message says what, and where it is."""
+
+
+class Parcel:
+    """Packed trees; see Note [Parcels]. A DataLoader's worker can send it to its rank.
+
+    Args:
+        descriptor: the memory's, which the parcel closes when it is gone.
+        size: bytes.
+        places: for each tree, where its description begins and ends.
+    """
+
+    def __init__(self, descriptor: int, size: int, places: Sequence[tuple[int, int]]) -> None:
+        self.descriptor, self.size, self.places = descriptor, size, places
+        self._end = weakref.finalize(self, os.close, descriptor)
+        self._end.atexit = False
+
+    @classmethod
+    def of(cls, trees: Sequence[Any]) -> Parcel:
+        """Pack ``trees``, one beside the other.
+
+        Raises:
+            Unpackable: something in them is no data.
+            OSError: there is no memory for it.
+        """
+        packing = _Packing()
+        told = [json.dumps(packing.describe(tree, ())).encode() for tree in trees]
+        places = []
+        for text in told:
+            begin = packing.place(memoryview(text))
+            places.append((begin, begin + len(text)))
+        descriptor = make_file(packing.size)
+        parcel = cls(descriptor, packing.size, places)
+        packing.write(descriptor)
+        return parcel
+
+    def __reduce__(self) -> Any:
+        return _arrived, (DupFd(self.descriptor), self.size, self.places)
+
+
+def _arrived(duplicate: Any, size: int, places: Sequence[tuple[int, int]]) -> Parcel:
+    return Parcel(duplicate.detach(), size, places)
+
+
+def opened(descriptor: int, size: int, place: tuple[int, int], *, writable: bool = True) -> Any:
+    """Return a tree of a parcel, with tensors and arrays on its memory. The descriptor is not needed afterwards.
+
+    Args:
+        descriptor: the parcel's.
+        size: bytes of the parcel.
+        place: where the tree's description begins and ends.
+        writable: if False, arrays refuse to be written to, and a write to a tensor ends this process with SIGSEGV.
+
+    Raises:
+        LockstepError: it has an object of a class that is not loaded here.
+        OSError: it can't be mapped.
+    """
+    # (A buffer that says it can't be written to would make torch warn; ours does not say it.)
+    content = torch.frombuffer(map_memory(descriptor, size, writable=writable), dtype=torch.uint8)
+    begin, end = place
+    return _Opening(content, writable=writable).made(json.loads(content[begin:end].numpy().tobytes()))
+
+
+class _Packing:
+    """Describes trees in JSON types, and finds a place for what JSON does not hold."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._pieces: list[tuple[int, Any]] = []
+
+    def place(self, piece: memoryview | torch.Tensor) -> int:
+        """Return where a piece will lie: bytes, or a dense tensor whose elements follow each other in memory."""
+        begin = -(-self.size // _ALIGNED) * _ALIGNED
+        self.size = begin + piece.nbytes
+        if piece.nbytes:
+            self._pieces.append((begin, piece))
+        return begin
+
+    def write(self, descriptor: int) -> None:
+        """Write the pieces to the file. (So the kernel fills pages at once that it would clear first if they were
+        mapped and touched.)"""
+        for begin, piece in self._pieces:
+            left = _bytes_of(piece) if isinstance(piece, torch.Tensor) else piece
+            while left.nbytes:
+                done = os.pwrite(descriptor, left, begin)
+                left, begin = left[done:], begin + done
+
+    def describe(self, node: Any, path: tuple[Any, ...]) -> Any:
+        """Return the description of a tree in JSON types."""
+        kind = type(node)
+        if kind in _PLAIN:
+            return node
+        if kind is torch.Tensor:
+            return self._describe_tensor(node, path)
+        if kind is np.ndarray or isinstance(node, np.generic):
+            return self._describe_array(node, path)
+        if kind is bytes:
+            return {"is": "bytes", "at": self.place(memoryview(node)), "size": len(node)}
+        if kind is complex:
+            return {"is": "complex", "parts": [node.real, node.imag]}
+        if kind in (list, tuple):
+            return {"is": kind.__name__, "of": self._describe_all(node, path)}
+        if kind in (dict, OrderedDict):
+            return {"is": kind.__name__, **self._describe_items(node, path)}
+        return self._describe_object(node, path)
+
+    def _describe_tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> dict[str, Any]:
+        for is_other, what in (
+            (not tensor.is_cpu, f"a tensor on {tensor.device}"),
+            (tensor.layout != torch.strided, f"a tensor of layout {tensor.layout}"),
+            (tensor.is_quantized, "a quantized tensor"),
+            (tensor.requires_grad, "a tensor that requires gradients"),
+        ):
+            if is_other:
+                raise _unpackable(what, path)
+        told: dict[str, Any] = {"is": "tensor", "dtype": str(tensor.dtype).removeprefix("torch.")}
+        # (Of a view whose elements do not follow each other in memory a copy is made, of the strides that clone gives.)
+        whole = tensor.resolve_conj().resolve_neg()
+        if not whole.is_contiguous():
+            whole = whole.clone()
+            if not whole.is_contiguous():
+                told["strides"] = list(whole.stride())
+        return {**told, "shape": list(whole.shape), "at": self.place(whole)}
+
+    def _describe_array(self, node: Any, path: tuple[Any, ...]) -> dict[str, Any]:
+        array = np.asarray(node)
+        if array.dtype.kind not in "biufcSUmM":
+            raise _unpackable(f"an array of {array.dtype}", path)
+        in_columns = array.flags.f_contiguous and not array.flags.c_contiguous
+        flat = np.ascontiguousarray(array.T if in_columns else array)
+        told = {"is": "array", "dtype": array.dtype.str, "shape": list(array.shape)}
+        told |= {"columns": True} if in_columns else {}
+        told |= {"scalar": True} if isinstance(node, np.generic) else {}
+        return {**told, "at": self.place(flat.reshape(-1).view(np.uint8).data if flat.nbytes else memoryview(b""))}
+
+    def _describe_all(self, nodes: Sequence[Any], path: tuple[Any, ...]) -> list[Any]:
+        return [self.describe(each, (*path, number)) for number, each in enumerate(nodes)]
+
+    def _describe_items(self, node: Mapping[Any, Any], path: tuple[Any, ...]) -> dict[str, Any]:
+        keys = [self.describe(key, (*path, key)) for key in node]
+        return {"keys": keys, "of": [self.describe(part, (*path, key)) for key, part in node.items()]}
+
+    def _describe_object(self, node: Any, path: tuple[Any, ...]) -> dict[str, Any]:
+        cls = type(node)
+        name = f"{cls.__module__}:{cls.__qualname__}"
+        is_data = dataclasses.is_dataclass(cls) or isinstance(node, Mapping)
+        if _loaded(name) is not cls or (isinstance(node, defaultdict) and node.default_factory is not None):
+            raise _unpackable(f"an object of {name}", path)
+        if isinstance(node, tuple) and hasattr(node, "_fields"):
+            return {"is": "named", "class": name, "of": self._describe_all(node, path)}
+        if not is_data or not hasattr(node, "__dict__") or any(vars(each).get("__slots__") for each in cls.__mro__):
+            raise _unpackable(f"an object of {name}", path)
+        told: dict[str, Any] = {"is": "object", "class": name}
+        if isinstance(node, dict):
+            told["items"] = self._describe_items(node, path)
+        if vars(node) is node:
+            return {**told, "itself": True}
+        return {**told, "attributes": self._describe_items(vars(node), path)}
+
+
+class _Opening:
+    """Makes trees of their descriptions."""
+
+    def __init__(self, content: torch.Tensor, *, writable: bool) -> None:
+        self._content, self._writable = content, writable
+
+    def made(self, told: Any) -> Any:
+        """Return the tree of a description."""
+        if not isinstance(told, dict):
+            return told
+        kind = told["is"]
+        if kind == "tensor":
+            return self._tensor(told)
+        if kind == "array":
+            return self._array(told)
+        if kind == "bytes":
+            return self._content[told["at"] : told["at"] + told["size"]].numpy().tobytes()
+        if kind == "complex":
+            return complex(*told["parts"])
+        if kind == "list":
+            return [*map(self.made, told["of"])]
+        if kind == "tuple":
+            return tuple(map(self.made, told["of"]))
+        if kind in ("dict", "OrderedDict"):
+            items = self._items(told)
+            return dict(items) if kind == "dict" else OrderedDict(items)
+        return self._object(told)
+
+    def _tensor(self, told: dict[str, Any]) -> torch.Tensor:
+        dtype, shape = getattr(torch, told["dtype"]), told["shape"]
+        flat = self._content[told["at"] : told["at"] + math.prod(shape) * dtype.itemsize].view(dtype)
+        return flat.as_strided(shape, told["strides"]) if "strides" in told else flat.view(shape)
+
+    def _array(self, told: dict[str, Any]) -> Any:
+        dtype, shape = np.dtype(told["dtype"]), told["shape"]
+        size = math.prod(shape) * dtype.itemsize
+        flat = self._content[told["at"] : told["at"] + size].numpy().view(dtype) if size else np.zeros(shape, dtype)
+        array = flat.reshape(shape[::-1]).T if told.get("columns") else flat.reshape(shape)
+        if told.get("scalar"):
+            return array[()]
+        array.flags.writeable = self._writable
+        return array
+
+    def _items(self, told: dict[str, Any]) -> list[tuple[Any, Any]]:
+        return [*zip(map(self.made, told["keys"]), map(self.made, told["of"]), strict=True)]
+
+    def _object(self, told: dict[str, Any]) -> Any:
+        cls = _loaded(told["class"])
+        if not isinstance(cls, type) or not (dataclasses.is_dataclass(cls) or issubclass(cls, (tuple, Mapping))):
+            raise LockstepError(
+                f"a batch has an object of the class {told['class']}, which is not loaded in this process: import its "
+                "module at the top of the program"
+            )
+        if told["is"] == "named":
+            return tuple.__new__(cls, map(self.made, told["of"]))  # type: ignore[type-var]  # a tuple by what it says
+        base: Any = OrderedDict if issubclass(cls, OrderedDict) else dict if issubclass(cls, dict) else object
+        made = base.__new__(cls)
+        if "items" in told:
+            for key, part in self._items(told["items"]):
+                base.__setitem__(made, key, part)
+        if "itself" in told:
+            made.__dict__ = made
+        else:
+            vars(made).update(self._items(told["attributes"]))
+        return made
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a dense tensor in the order in which they lie in memory."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8).numpy().data
+
+
+def _loaded(name: str) -> Any:
+    """Return the class of this name, ``module:class``, if it is loaded; else None."""
+    module, _, path = name.partition(":")
+    try:
+        return operator.attrgetter(path)(sys.modules[module])
+    except (KeyError, AttributeError):
+        return None
+
+
+def _unpackable(what: str, path: tuple[Any, ...]) -> Unpackable:
+    where = f" at {path_text(path)}" if path else ""
+    return Unpackable(f"{what}{where}")

@@ -1,0 +1,125 @@
+"""once_per_machine(): data in memory once for all ranks of a machine, not once for each.
+
+Note [One copy a machine]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+One rank of each machine loads, and packs what it has loaded into memory without a name (Note [Parcels] in
+``comm/parcels.py``); all of them map that, the one that has loaded as well, and let go of everything else. So while it
+packs, that rank has the data twice. The kernel frees the memory when the last rank that holds a part of it has let go
+of it or has ended, however it ended.
+
+Nobody can write to it: what one rank wrote would change under the others. Arrays are marked as read-only, so that NumPy
+raises an error. torch has no such mark for tensors, so a write to one of them reaches the kernel, which ends the rank
+with SIGSEGV; Python's faulthandler is switched on to show the line.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from lockstep import callsite
+from lockstep.comm.calls import of_all_ranks
+from lockstep.comm.init import current_world
+from lockstep.comm.local_ranks import LocalRanks, connect
+from lockstep.comm.parcels import Parcel, Unpackable, opened
+from lockstep.comm.peers import OverGroup
+from lockstep.comm.together import together
+from lockstep.comm.world import World
+from lockstep.errors import LockstepError
+
+Loaded = TypeVar("Loaded")
+
+_NAME = "lockstep.once_per_machine"
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """The message with the descriptor of what was loaded."""
+
+    #: The bytes of the parcel, and where the description of what it holds begins and ends.
+    size: int
+    begin: int
+    end: int
+
+
+@of_all_ranks(f"{_NAME}()")
+def once_per_machine(load: Callable[[], Loaded]) -> Loaded:
+    """**Collective.** Return what ``load()`` returns, in memory that all ranks of a machine share, to be read only.
+
+    ::
+
+        images, labels = lockstep.once_per_machine(lambda: (np.load("images.npy"), np.load("labels.npy")))
+        dataset = TensorDataset(torch.from_numpy(images), torch.from_numpy(labels))
+
+    One rank of each machine calls ``load``; the others wait for it, as long as the world's timeout
+    (``lockstep.init(timeout=…)``). It holds the data twice for a while. The memory is given back when all ranks have
+    let go of all that is on it, and whenever they end.
+
+    A write to an array is a ValueError. torch can't refuse a write to a tensor, so that it ends the rank with SIGSEGV,
+    after a stack with its line; ``tensor.clone()`` may be written to. So it is in a world of one rank, too.
+
+    Args:
+        load: returns tensors on the CPU, arrays of numbers, texts or dates, and plain values (None, bool, numbers, str,
+            bytes), in tuples, lists, dicts, named tuples, dataclasses and mappings. Tensors and arrays are shared; all
+            else is made anew on each rank, so let many texts be an array. Called once on each machine; it must not be
+            collective.
+
+    Raises:
+        LockstepError: ``lockstep.init()`` has not been called, or ``load`` failed on another rank.
+        TypeError: ``load`` returned something else; the message says what. On every rank.
+        Exception: what ``load`` raised, on the rank that called it; a ValueError or TypeError on every rank.
+        CollectiveTimeout, PeerLost: another rank is late or gone.
+    """
+    world = current_world()
+    if world is None:
+        raise LockstepError(f"{_NAME}: no world yet; call lockstep.init() first")
+    local = connect(world, (Shipment,))
+    try:
+        if local.why_not and local.leads:
+            callsite.warn(
+                f"rank {world.rank}: {_NAME}: every rank of this machine loads, and has a copy of its own, since they "
+                f"can't share memory: {local.why_not}"
+            )
+        loads = local.leads or not local.lines
+        parcel, _ = together(OverGroup(world), lambda: _packed(load) if loads else None, lambda _: None, what=_NAME)
+        result: Loaded = _received(local, world) if parcel is None else _handed_over(local, parcel)
+        return result
+    finally:
+        local.close()
+
+
+def _packed(load: Callable[[], Any]) -> Parcel:
+    try:
+        return Parcel.of([load()])
+    except Unpackable as error:
+        raise TypeError(
+            f"{_NAME}: load() has returned {error}, which can't be shared: return tensors on the CPU, arrays of "
+            "numbers, and plain values, in lists, tuples, dicts, named tuples or dataclasses"
+        ) from None
+
+
+def _handed_over(local: LocalRanks, parcel: Parcel) -> Any:
+    message = Shipment(parcel.size, *parcel.places[0])
+    for line in local.lines:
+        line.send(message, [parcel.descriptor])
+    return _opened(parcel.descriptor, message)
+
+
+def _received(local: LocalRanks, world: World) -> Any:
+    message, descriptors = local.lines[0].wait(
+        f"rank {local.leader}, which has loaded for this machine, has not handed the data over", world.timeout
+    )
+    try:
+        return _opened(descriptors[0], message)
+    finally:
+        os.close(descriptors[0])
+
+
+def _opened(descriptor: int, message: Shipment) -> Any:
+    if not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__ or 2)
+    return opened(descriptor, message.size, (message.begin, message.end), writable=False)

@@ -1,0 +1,334 @@
+"""A plain stream, read once a machine: its leader reads, and hands the other ranks their shares.
+
+Note [Read once a machine]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+A stream that every rank reads is read as often as there are ranks. So the ranks of a machine share one reading: the
+leader, which is the first of them, opens the stream, by its workers if the DataLoader has some, and cuts each global
+batch into the shares of all of them. The shares of the others are packed into memory (Note [Parcels] in
+``comm/parcels.py``) where they are collated, and handed over batch by batch (Note [Connected ranks] in
+``comm/local_ranks.py``); nothing is copied on the way. What a rank gets is what it would have read: the same samples,
+seeds and calls of the collate_fn. Each machine reads a copy of its own, and the machines compare their first batches.
+
+Each pass has connections of its own, which its end closes, whatever ended it: a loop that was left leaves nothing to be
+cleared away before the next. The leader hands a batch over when its own loop asks for it, at most ``_AHEAD`` before
+another rank has taken its share, so a slow rank holds up the reading and memory does not grow.
+
+A stream that splits itself by rank is not what this is for: the leader's part would be trained on, and the rest be
+lost. So in the first pass of a loader each other rank reads one sample of the stream as well, and compares it with the
+first that the leader has read; where they differ, the comparison of the first batches fails, as it does where all read.
+
+All ranks read, each for itself, where the ranks can't be connected, and from the batch on that holds what can't be
+packed: the others begin the stream anew, and pass over what they had. So do they where samples are not seeded and there
+are no workers, from the batch on for which the stream draws from the common generators: all ranks have to advance these
+alike. What comes of it is what would have come if all had read from the start, since nothing was drawn until then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from lockstep import callsite, tracebacks
+from lockstep.comm.local_ranks import LocalRanks, RankLine, connect
+from lockstep.comm.parcels import Parcel, Unpackable, opened
+from lockstep.comm.together import class_name, class_named
+from lockstep.comm.world import World
+from lockstep.data.contents import fingerprint
+from lockstep.data.fetch import Fetched, StreamDataset, TimedStream, naming_dead_workers
+from lockstep.data.seeding import preserved_generators, without_drawing
+from lockstep.errors import LockstepError
+from lockstep.trees import map_leaves
+
+#: Batches that the leader hands over before another rank has taken the first of them.
+_AHEAD = 2
+#: Why every rank reads a stream that draws unseeded.
+_DRAWN = (
+    "it draws from the generators of Python, NumPy or torch, which all ranks have to advance alike: with "
+    "seed_samples=True, or with workers, it is read once a machine"
+)
+#: The most characters of a traceback that are handed over.
+_LONGEST = 20_000
+
+
+def shared(
+    own: DataLoader[Fetched], world: World, *, seeded: bool, drop_last: bool
+) -> DataLoader[Fetched] | SharedStream:
+    """Return what reads a stream once a machine, or ``own`` where that is no stream or there is one rank.
+
+    Args:
+        own: the DataLoader by which a rank reads by itself.
+        world: all ranks.
+        seeded: whether samples are seeded.
+        drop_last: whether a last batch of fewer samples is dropped.
+    """
+    if world.world_size == 1 or not isinstance(own.dataset, StreamDataset):
+        return own
+    return SharedStream(own, world, seeded=seeded, drop_last=drop_last)
+
+
+class LeaderStream(StreamDataset):
+    """A stream that is read for several ranks.
+
+    Args:
+        stream: the same for this rank alone; what :meth:`begin` says to one of them holds for both.
+        others: the other ranks.
+    """
+
+    def __init__(self, stream: StreamDataset, others: Sequence[int]) -> None:
+        vars(self).update(vars(stream))
+        self._others = others
+
+    def _cut(self, samples: list[Any], *, first: bool, seed: int) -> Fetched:
+        worker = get_worker_info()
+        # The first sample of worker 0 is the one that the other ranks look at.
+        looked_at = fingerprint(samples[:1]) if first and (worker is None or not worker.id) else None
+        own = super()._cut(samples, first=first, seed=seed)
+        shares = [self._share(samples, rank, seed=seed) for rank in self._others]
+        try:
+            parcel = Parcel.of([(share._replace(fingerprint=own.fingerprint), looked_at) for share in shares])
+        except Unpackable as error:
+            return own._replace(
+                parcel=f"its batches have {error}, which can't be handed from process to process: let the collate_fn "
+                "return tensors, arrays, numbers and texts, and it is read once a machine"
+            )
+        return own._replace(parcel=parcel)
+
+
+class TimedLeaderStream(TimedStream, LeaderStream):
+    """A :class:`LeaderStream` for a traced job."""
+
+
+class FirstSample(StreamDataset):
+    """The fingerprint of the first sample of a stream, or of worker 0's part of it, and no more.
+
+    Args:
+        stream: the stream.
+    """
+
+    def __init__(self, stream: StreamDataset) -> None:
+        vars(self).update(vars(stream), _batch_size=1, _drop_last=False)
+
+    def __iter__(self) -> Iterator[Fetched]:
+        worker = get_worker_info()
+        if worker is None or not worker.id:
+            yield from islice(super().__iter__(), 1)
+
+    def _cut(self, samples: list[Any], *, first: bool, seed: int) -> Fetched:  # noqa: ARG002
+        return Fetched(None, 0, 0, fingerprint=fingerprint(samples))
+
+
+@dataclass(frozen=True)
+class Handed:
+    """The leader's message: a batch. With the descriptor of its parcel."""
+
+    #: The bytes of the parcel, and where the description of the share begins and ends.
+    size: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The leader's message: there comes no batch any more, after so many."""
+
+    #: "end": of the stream; "left": the leader's loop; "failed"; "by all": from here on every rank reads.
+    why: str
+    batches: int
+    #: The name of the class of the error, and its traceback.
+    error: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Another rank's message: it has taken so many batches."""
+
+    batches: int
+
+
+class SharedStream:
+    """The batches of a stream for one rank, as a DataLoader of them; see Note [Read once a machine].
+
+    Args:
+        own: the DataLoader by which this rank reads by itself.
+        world: all ranks.
+        seeded, drop_last: as for :func:`shared`.
+    """
+
+    def __init__(self, own: DataLoader[Fetched], world: World, *, seeded: bool, drop_last: bool) -> None:
+        assert isinstance(own.dataset, StreamDataset)
+        self._own, self._world = own, world
+        self._may_draw, self._drop_last = not (seeded or own.num_workers), drop_last
+        self.dataset, self.num_workers, self.prefetch_factor = own.dataset, own.num_workers, own.prefetch_factor
+        #: False once it is known that each rank has to read by itself.
+        self._is_shared = True
+        self._has_looked = False
+        #: The leader's DataLoader, kept for workers that persist.
+        self._reader: DataLoader[Fetched] | None = None
+
+    def __iter__(self) -> Iterator[Fetched]:
+        """**Collective** when it is begun. Go through the stream.
+
+        Raises:
+            LockstepError: another rank, which reads, has failed or left its loop.
+            PeerLost: it is gone.
+            CollectiveTimeout: it is late, or another rank has not taken its share.
+        """
+        local = connect(self._world, (Handed, Stopped, Accepted), wants=self._is_shared)
+        if local.why_not:
+            self._read_by_all(local, f"the ranks of this machine can't hand batches to each other: {local.why_not}")
+        if not local.lines:
+            yield from self._own
+            return
+        try:
+            yield from self._lead(local) if local.leads else self._follow(local, local.lines[0])
+        finally:
+            local.close()
+
+    def _read_by_all(self, local: LocalRanks, why: str) -> None:
+        """Note that each rank of this machine reads the stream from now on, and say it once."""
+        self._is_shared, self._reader = False, None
+        if local.leads:
+            callsite.warn(f"rank {local.rank}: every rank of this machine reads the whole stream, since {why}")
+
+    # What the leader does.
+
+    def _lead(self, local: LocalRanks) -> Iterator[Fetched]:
+        number = 0
+        taken = dict.fromkeys(local.members[1:], 0)
+        ended: Stopped | None = None
+        try:
+            for fetched, why in self._reading(local):
+                if ended is None and why:
+                    ended = Stopped("by all", number)
+                    _tell(local, ended)
+                    self._read_by_all(local, why)
+                if fetched is None:
+                    break
+                if ended is None and isinstance(fetched.parcel, Parcel):
+                    for line, place in zip(local.lines, fetched.parcel.places, strict=True):
+                        self._make_room(line, taken, number)
+                        line.send(Handed(fetched.parcel.size, *place), [fetched.parcel.descriptor])
+                number += 1
+                yield fetched._replace(parcel=None)
+            if ended is None:
+                ended = Stopped("end", number)
+                _tell(local, ended)
+        except GeneratorExit:
+            if ended is None:
+                _tell(local, Stopped("left", number))
+            raise
+        except Exception as error:
+            if ended is None:
+                _tell(local, Stopped("failed", number, class_name(error), tracebacks.users_text(error)[-_LONGEST:]))
+            raise
+
+    def _reading(self, local: LocalRanks) -> Iterator[tuple[Fetched | None, str]]:
+        """Read for all ranks of this machine: yield each batch, and why every rank has to read it by itself; empty if
+        it has not. At the end there may be such a reason alone."""
+        if self._reader is None:
+            kind = TimedLeaderStream if isinstance(self.dataset, TimedStream) else LeaderStream
+            self._reader = _like(self._own, kind(self.dataset, local.members[1:]), persistent=True)
+        reader: Iterable[Fetched] = naming_dead_workers(self._reader) if self.num_workers else self._reader
+        told = without_drawing(iter(reader)) if self._may_draw else ((fetched, False) for fetched in reader)
+        for fetched, has_drawn in told:
+            unpackable = fetched.parcel if fetched is not None and isinstance(fetched.parcel, str) else ""
+            yield fetched, unpackable or (_DRAWN if has_drawn else "")
+
+    def _make_room(self, line: RankLine[Accepted], taken: dict[int, int], number: int) -> None:
+        """Wait until a rank has taken its shares but ``_AHEAD``. (One that has left its loop, or is gone, takes none;
+        what all ranks do next finds out which it was.)"""
+        while (come := line.receive()) is not None:
+            taken[line.rank] = come[0].batches
+        while line.is_open and number - taken[line.rank] >= _AHEAD:
+            what = f"rank {line.rank} has not taken its share of batch {taken[line.rank]} of the stream"
+            come = line.wait_unless_closed(what, self._world.timeout)
+            if come is not None:
+                taken[line.rank] = come[0].batches
+
+    # What the others do.
+
+    def _follow(self, local: LocalRanks, line: RankLine[Handed | Stopped]) -> Iterator[Fetched]:
+        seen = None if self._has_looked else self._first_sample()
+        number = 0
+        while True:
+            what = f"rank {local.leader}, which reads the stream for this machine, has not handed over batch {number}"
+            message, descriptors = line.wait(what, self._world.timeout)
+            if isinstance(message, Stopped):
+                break
+            fetched, first = _taken(message, descriptors[0])
+            number += 1
+            line.send(Accepted(number))
+            if number == 1 and not self._has_looked:
+                self._has_looked = True
+                if first is not None and seen != first:  # so that the comparison of the first batches fails
+                    fetched = fetched._replace(fingerprint=seen)
+            yield self._pinned(fetched)
+        if message.why == "by all":
+            self._read_by_all(local, "")
+            yield from islice(self._own, message.batches, None)
+        elif message.why == "end":
+            if not number and seen is not None and not self._drop_last:
+                yield Fetched(None, 0, 0, fingerprint=seen)  # which the leader lacks; the comparison fails
+        else:
+            self._raise(local, message)
+
+    def _first_sample(self) -> str | None:
+        """Return the fingerprint of the first sample that this rank would read; None: there is none."""
+        look = _like(self._own, FirstSample(self.dataset), persistent=False)
+        with preserved_generators():  # (they are nobody's who reads by the leader)
+            return next((each.fingerprint for each in look), None)
+
+    def _pinned(self, fetched: Fetched) -> Fetched:
+        if not self._own.pin_memory:
+            return fetched
+        pin = lambda leaf: leaf.pin_memory() if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+        return fetched._replace(batch=map_leaves(fetched.batch, pin))
+
+    def _raise(self, local: LocalRanks, message: Stopped) -> None:
+        reader = f"rank {local.rank}: rank {local.leader}, which reads the stream for this machine,"
+        if message.why == "left":
+            raise LockstepError(
+                f"{reader} has left its loop in batch {message.batches - 1}, and this rank asks for another one: let "
+                "all ranks leave a loop at the same batch (world.any tells them when)"
+            )
+        raise class_named(message.error)(
+            f"{reader} failed to read batch {message.batches}. Its traceback:\n{message.text}"
+        )
+
+
+def _like(loader: DataLoader[Fetched], dataset: StreamDataset, *, persistent: bool) -> DataLoader[Fetched]:
+    """Return a DataLoader over another dataset with the settings of ``loader``."""
+    return type(loader)(
+        dataset,
+        batch_size=None,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers and persistent,
+    )
+
+
+def _tell(local: LocalRanks, message: Stopped) -> None:
+    for line in local.lines:
+        line.send(message)
+
+
+def _taken(message: Handed, descriptor: int) -> tuple[Fetched, str | None]:
+    """Return this rank's share of a batch, and the fingerprint of the stream's first sample where it is told."""
+    try:
+        share: tuple[Fetched, str | None] = opened(descriptor, message.size, (message.begin, message.end))
+    finally:
+        os.close(descriptor)
+    return share

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count, islice
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,11 +25,10 @@ from torch.utils.data import (
 from lockstep import accelerator, knobs
 from lockstep.comm.world import World
 from lockstep.data.batches import GlobalBatch
-from lockstep.data.contents import fingerprint
 from lockstep.data.costs import Division
-from lockstep.data.order import mix, share_bounds
+from lockstep.data.order import mix
 from lockstep.data.seeding import preserved_generators, seed_generators
-from lockstep.data.slicing import Slicing, sizes_in
+from lockstep.data.slicing import Slicing
 from lockstep.data.source import Shardable
 from lockstep.job import stop
 from lockstep.job.trace import BatchTimes
@@ -96,8 +95,33 @@ class Fetched(NamedTuple):
     sizes: Sequence[int] = ()
     #: The indices of the samples of one batch, if nothing else says them; empty for slices and streams.
     indices: Sequence[int] = ()
-    #: The fingerprint of a stream's first global batch, to compare between ranks; otherwise None.
+    #: The fingerprint of the first batch that is read of a stream, to compare between ranks; otherwise None.
     fingerprint: str | None = None
+
+
+class Pass(Protocol):
+    """A pass over an epoch: over global batches that are known beforehand, or over a stream."""
+
+    @property
+    def drawn(self) -> str | None:
+        """A digest of what the user's sampler drew, to be found again at a resume; None: there is no such sampler."""
+        ...
+
+    @property
+    def order(self) -> torch.Tensor | None:
+        """The indices of the epoch's samples, in the order in which they are used: int64 of shape (samples,); None:
+        they are not known, or there are none."""
+        ...
+
+    def beside(self, fetched: Iterator[Fetched], number: int) -> Iterator[Fetched]:
+        """Return what this rank has of the batches from ``number`` on, as its loop asks for it. **Collective** for some
+        numbers, the same on all ranks: before a rank needs what others must tell it.
+
+        Args:
+            fetched: what the inner DataLoader gives: those batches, or of a stream all of the epoch.
+            number: the first batch that was not used yet.
+        """
+        ...
 
 
 class FetchingDataset(Dataset[Fetched]):
@@ -150,28 +174,53 @@ class FetchingDataset(Dataset[Fetched]):
         return self.dataset[index]
 
 
+class StreamCut(Protocol):
+    """What a rank makes of the samples that it reads of a stream; see Note [Streams] in ``streams.py``."""
+
+    @property
+    def samples(self) -> int:
+        """The number of samples that are read for a batch."""
+        ...
+
+    def key_at(self, key: int, position: int) -> int:
+        """Return what the random numbers at a position are seeded from, besides the position.
+
+        Args:
+            key: that of the epoch and the worker, the same on all ranks.
+            position: that of a sample among those that are read here.
+        """
+        ...
+
+    def batch(self, samples: list[Any], collate: Collate, *, first: bool, seed: int | None) -> Fetched:
+        """Return what this rank has of a batch, collated.
+
+        Args:
+            samples: those that were read for it, at least one.
+            collate: the DataLoader's.
+            first: whether it is the first one, which the ranks compare.
+            seed: what ``collate`` draws from; None: it is not seeded.
+        """
+        ...
+
+    def after_last(self, sample: Any, collate: Collate) -> Fetched | None:
+        """Return what follows the last batch, if anything does.
+
+        Args:
+            sample: one of those that were read.
+            collate: the DataLoader's.
+        """
+        ...
+
+
 class StreamDataset(IterableDataset[Fetched]):
-    """This rank's share of a stream of samples; see Note [Streams]."""
+    """What this rank has of a stream of samples; see Note [Streams] in ``streams.py``."""
 
     def __init__(
-        self,
-        dataset: Iterable[Any],
-        collate: Collate,
-        *,
-        batch_size: int,
-        drop_last: bool,
-        rank: int,
-        world_size: int,
-        seeded: bool,
-        shares: tuple[float, ...] | None = None,
-        sliced: Slicing | None = None,
+        self, dataset: Iterable[Any], collate: Collate, *, cut: StreamCut, drop_last: bool, seeded: bool
     ) -> None:
         self.dataset = dataset
-        self._collate = collate
-        self._batch_size = batch_size
+        self._collate, self._cut = collate, cut
         self._drop_last = drop_last
-        self._rank, self._world_size = rank, world_size
-        self._shares, self._sliced = shares, sliced
         self._seeded = seeded
         #: mix(seed, epoch), int64 of shape (1,), shared with the workers: persistent workers learn of a new epoch only
         #: from it.
@@ -184,30 +233,34 @@ class StreamDataset(IterableDataset[Fetched]):
         self._epoch_key[0] = epoch_key >> 1  # 63 bits fit an int64
 
     def __iter__(self) -> Iterator[Fetched]:
-        worker = get_worker_info()
+        worker, cut = get_worker_info(), self._cut
         key = mix(int(self._epoch_key[0]), worker.id if worker else 0)
         with _own_generators(self._seeded):
             if self._seeded:
                 seed_generators(mix(key, _OPEN_STREAM))
             stream = iter(self.dataset)
-        position = 0
-        while True:
+        position, short = 0, False
+        last: list[Any] = []
+        while not short:
             with _own_generators(self._seeded):
-                samples = list(islice(self._seeding(stream, key, position), self._batch_size))
-                short = len(samples) < self._batch_size
+                samples = list(islice(self._seeding(stream, key, position), cut.samples))
+                short, last = len(samples) < cut.samples, samples[-1:] or last
                 if not samples or (short and self._drop_last):
-                    return
-                item = self._cut(samples, first=position == 0, seed=mix(key, position, _COLLATE))
+                    break
+                seed = mix(cut.key_at(key, position), position, _COLLATE) if self._seeded else None
+                item = cut.batch(samples, self._collate, first=position == 0, seed=seed)
             yield item
-            if short:
-                return
             position += len(samples)
+        with _own_generators(self._seeded):
+            end = cut.after_last(last[0], self._collate) if last and not self._drop_last else None
+        if end is not None:
+            yield end
 
     def _seeding(self, stream: Iterator[Any], key: int, position: int) -> Iterator[Any]:
         """Yield the stream's samples, with the generators seeded before each."""
         while True:
             if self._seeded:
-                seed_generators(mix(key, position))
+                seed_generators(mix(self._cut.key_at(key, position), position))
             if self.at_work is not None:
                 self.at_work.note(position)
             try:
@@ -216,27 +269,6 @@ class StreamDataset(IterableDataset[Fetched]):
                 return
             yield sample
             position += 1
-
-    def _cut(self, samples: list[Any], *, first: bool, seed: int) -> Fetched:
-        print_ = fingerprint(samples) if first else None
-        if self._sliced is not None:
-            return self._cut_in_slices(samples, print_, seed=seed, sliced=self._sliced)
-        start, stop = share_bounds(len(samples), rank=self._rank, world_size=self._world_size, shares=self._shares)
-        mine = samples[start:stop] or samples[:1]
-        batch = collated(mine, self._collate, empty=start == stop, seed=seed if self._seeded else None)
-        return Fetched(batch, stop - start, len(samples), fingerprint=print_)
-
-    def _cut_in_slices(self, samples: list[Any], print_: str | None, *, seed: int, sliced: Slicing) -> Fetched:
-        batches, numbers, count = [], [], 0
-        bounds = sliced.cut(len(samples))
-        for number in range(*sliced.runs_at(0)[self._rank]):
-            start, stop = bounds[number]
-            if start < stop:
-                own = mix(seed, number) if self._seeded else None
-                batches.append(collated(samples[start:stop], self._collate, empty=False, seed=own))
-                numbers.append(number)
-                count += stop - start
-        return Fetched(batches, count, len(samples), numbers, sizes_in(bounds), fingerprint=print_)
 
 
 class TimedDataset(FetchingDataset):
@@ -266,7 +298,7 @@ class TimedStream(StreamDataset):
                 fetched = next(slices)
             except StopIteration:
                 return
-            if self.times is not None:
+            if self.times is not None and fetched.global_samples:
                 self.times.add(begun, position, fetched.samples)
             position += fetched.global_samples
             yield fetched
@@ -461,32 +493,36 @@ def inner_loader(
     *,
     pinned: bool,
     seeded: bool,
-    sliced: Slicing | None = None,
+    cut: StreamCut | None,
 ) -> DataLoader[Fetched]:
-    """Return a DataLoader over the same dataset, with the same settings, whose items are slices.
+    """Return a DataLoader over the same dataset, with the same settings, whose items are this rank's of each batch.
 
-    With ``sliced``, an item is all slices that this rank has of a global batch.
+    Args:
+        source: the settings.
+        world: the ranks.
+        keys: tells which samples to fetch, unless the dataset is a stream.
+        generator: for the workers' base seed.
+        pinned: whether batches go to page-locked memory.
+        seeded: whether samples are.
+        cut: what becomes of the samples of a stream; None: the dataset is none.
     """
     given, traced = source.loader, knobs.trace() is not None
     dataset: FetchingDataset | StreamDataset
-    if source.order == "stream":
+    if cut is not None:
         dataset = (TimedStream if traced else StreamDataset)(
-            given.dataset,  # type: ignore[arg-type]  # an IterableDataset, or the order would be another
+            given.dataset,  # type: ignore[arg-type]  # an IterableDataset, or there would be no cut
             given.collate_fn,
-            batch_size=source.batch_size or 0,  # a stream has one
+            cut=cut,
             drop_last=source.drop_last,
-            rank=world.rank,
-            world_size=world.world_size,
             seeded=seeded,
-            shares=source.shares,
-            sliced=sliced,
         )
-        workers = given.num_workers
     else:
         dataset = (TimedDataset if traced else FetchingDataset)(
             given.dataset, given.collate_fn, seeded=seeded, tells_indices=not source.is_cut_by_number
         )
-        workers = max(1, given.num_workers // world.local_world_size) if given.num_workers else 0
+    workers = given.num_workers
+    if not source.is_read_whole:  # (where each rank reads all of a stream, it needs the workers of one process)
+        workers = max(1, workers // world.local_world_size) if workers else 0
     return _InnerLoader(
         dataset,
         batch_size=None,

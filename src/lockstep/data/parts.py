@@ -1,0 +1,214 @@
+"""A pass over a stream of which each rank reads a part of its own.
+
+Note [Parts of a stream]
+~~~~~~~~~~~~~~~~~~~~~~~~
+webdataset's ``split_by_node``, Hugging Face's ``split_dataset_by_node``, MosaicML's and LitData's datasets give each
+rank other samples, so that no rank reads what another trains on. Of each global batch a rank takes as many samples as
+its share of a full one has, from its own part. Which samples are in a batch therefore depends on the number of ranks;
+that each step is a mean over the samples of its batch does not.
+
+Parts are rarely equal. A rank whose part has come to its end goes on with batches of zero samples, of the right shapes,
+while others have some, so that all ranks take the same steps; the pass ends when no rank has any. Global batches are
+smaller from there on. With ``drop_last`` it ends with the first rank that has no full share. (A worker process whose
+part of the part has come to its end gives a small batch as well, in whatever step its turn is.)
+
+So nobody knows beforehand how many samples a batch has. The ranks tell each other, one batch ahead: when a loop is
+given a batch, the next one has been read, and its number of samples is on its way to the other ranks during the step.
+That is one gather of four numbers in each step, which is waited for when the loop asks for the next batch: by then all
+ranks have averaged their gradients, so it has long arrived. It names the loader, the epoch and the number of the batch
+as well, so that ranks whose loops are at different batches find out there; and a rank that could not read its part says
+so, so that all raise the same error in the same step.
+
+A rank without a single sample has no batch to take shapes from, and is nearly always a mistake (more ranks than files),
+so it is named on all ranks. Two ranks whose first batches are the same read the same, and are named, too.
+
+A position counts the global batches. At a resume each rank passes over as many of its own, so it must be the same rank
+of as many, with as many workers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lockstep.comm.exchange import group_device, issue_gather
+from lockstep.comm.labels import labelled
+from lockstep.comm.peers import OverGroup
+from lockstep.comm.together import together
+from lockstep.comm.waiting import wait_for
+from lockstep.comm.world import World
+from lockstep.data.fetch import Fetched
+from lockstep.data.order import share_bounds
+from lockstep.data.source import Shardable
+from lockstep.errors import CollectiveMismatch, LockstepError
+from lockstep.text import which_ranks
+
+#: What a rank says instead of a number of samples: its part has come to its end; it could not be read.
+_ENDED, _FAILED = -1, -2
+
+
+class OwnBatches:
+    """The batches of this rank's own part, from the cursor on, and then batches of zero samples.
+
+    Args:
+        fetched: what is read, from the beginning of the epoch.
+        skip: how many batches were used.
+    """
+
+    def __init__(self, fetched: Iterator[Fetched], *, skip: int) -> None:
+        self._fetched, self._skip = fetched, skip
+        #: A batch of zero samples; None: nothing was read.
+        self._nothing: Fetched | None = None
+        #: Why nothing more can be read.
+        self.failure: Exception | None = None
+        #: The first batch that was read, used or not.
+        self.first: Fetched | None = None
+
+    def next(self) -> tuple[Fetched | None, int]:
+        """Return the next batch, and what to say of it: its number of samples, or why there is none."""
+        try:
+            for each in self._fetched:
+                if not each.samples:
+                    self._nothing = each
+                    continue
+                self.first = self.first or each
+                if self._skip:
+                    self._skip -= 1
+                    continue
+                return each, each.samples
+        except Exception as error:  # noqa: BLE001  (the other ranks wait: they must get any failure)
+            self.failure = error
+            return None, _FAILED
+        # (A copy: a script may change what it is given.)
+        return copy.deepcopy(self._nothing), _ENDED
+
+
+class PartPass:
+    """A pass over parts; see Note [Parts of a stream].
+
+    Args:
+        source: the loader's settings.
+        world: the ranks.
+        place: the numbers of the loader and of the epoch.
+    """
+
+    #: See :class:`~lockstep.data.batches.Pass`.
+    drawn: str | None = None
+    order: torch.Tensor | None = None
+
+    def __init__(self, source: Shardable, world: World, *, place: tuple[int, int]) -> None:
+        self._world, self._place = world, place
+        self._by, self._drop_last = source.split_by, source.drop_last
+        ranks, size = world.world_size, source.batch_size or 0  # a stream has one
+        bounds = [share_bounds(size, rank=rank, world_size=ranks, shares=source.shares) for rank in range(ranks)]
+        #: The samples of each rank in a full batch.
+        self._full = [stop - start for start, stop in bounds]
+        #: The gather that is under way, and its tensors, which must stay until it is done.
+        self._told: tuple[Any, torch.Tensor, torch.Tensor]
+
+    def beside(self, fetched: Iterator[Fetched], number: int) -> Iterator[Fetched]:
+        """**Collective.** Return this rank's batches from ``number`` on, as many as every other rank's.
+
+        Raises:
+            LockstepError: a rank has no sample at all, or two ranks the same ones, or one could not read its part; on
+                every rank.
+            CollectiveMismatch: the ranks' loops are at different batches.
+        """
+        own = OwnBatches(fetched, skip=number)
+        item, samples = self._begin(own)
+        self._tell(number, samples)
+        while True:
+            counts = self._read(number, own)
+            if max(counts) < 0 or (self._drop_last and min(counts) < 0):
+                return
+            following, samples = own.next()
+            self._tell(number + 1, samples)
+            assert item is not None  # every rank has had a sample
+            sizes = [max(0, count) for count in counts]
+            yield item._replace(global_samples=sum(sizes), sizes=() if sizes == self._full else sizes)
+            item, number = following, number + 1
+
+    def _begin(self, own: OwnBatches) -> tuple[Fetched | None, int]:
+        """Return the first batch, after the ranks have compared the beginnings of their parts."""
+
+        def attempt() -> tuple[Fetched | None, int]:
+            found = own.next()
+            if own.failure is not None:
+                raise own.failure
+            return found
+
+        def tell(_: object) -> str | None:
+            return None if own.first is None else own.first.fingerprint
+
+        found, prints = together(OverGroup(self._world), attempt, tell, what="reading the stream")
+        without = [rank for rank, each in enumerate(prints) if each is None]
+        if without and len(without) < len(prints):
+            raise LockstepError(self._words_on_nothing(without))
+        same = next(
+            ([r for r, each in enumerate(prints) if each == one] for one in prints if prints.count(one) > 1), []
+        )
+        if same and not without:
+            raise LockstepError(
+                f"{self._whoami()}: the parts of {which_ranks(same)} begin with the same samples, so they would be "
+                f"trained on more than once: {self._by} says that the stream splits itself by rank, and it does not. "
+                'Split it, or let every rank read all of it, of which it then has its share: stream="whole"'
+            )
+        return found
+
+    def _words_on_nothing(self, without: list[int]) -> str:
+        what = "full batch" if self._drop_last else "sample"
+        have = "has" if len(without) == 1 else "have"
+        return (
+            f"{self._whoami()}: {which_ranks(without)} {have} no {what} of this stream, which {self._by} splits by "
+            "rank. Are there fewer files or shards than ranks times workers, or does a shuffle or filter after the "
+            "split leave some without any? Write more shards, take fewer workers or ranks, or let every rank read the "
+            'whole stream: do not split it, and say stream="whole"'
+        )
+
+    def _tell(self, number: int, samples: int) -> None:
+        """**Collective.** Begin to tell all ranks how many samples this one has of a batch."""
+        group = self._world.group
+        mine = torch.tensor([*self._place, number, samples], dtype=torch.int64, device=group_device(group))
+        rows = mine.new_empty(self._world.world_size, len(mine))
+        with labelled("the numbers of samples of a stream's parts"):
+            self._told = issue_gather(rows, mine, group), rows, mine
+
+    def _read(self, number: int, own: OwnBatches) -> list[int]:
+        """Return by rank how many samples it has of a batch, or that its part has come to its end.
+
+        Raises:
+            LockstepError: a rank could not read its part.
+            CollectiveMismatch: the ranks' loops are at different batches.
+        """
+        work, table, _ = self._told
+        what = lambda: f"{self._whoami()}, learning how many samples each rank has of batch {number}"  # noqa: E731
+        wait_for(work.wait, what, name="learning how many samples each rank has")
+        rows = table.tolist()
+        if any(row[:3] != [*self._place, number] for row in rows):
+            words = ", ".join(
+                f"rank {rank}: batch {batch} of epoch {epoch} of sharded loader {loader}"
+                for rank, (loader, epoch, batch, _) in enumerate(rows)
+            )
+            raise CollectiveMismatch(
+                f"{self._whoami()}: the ranks are at different batches of a stream in parts ({words}). "
+                "A rank has left its loop before the others, or skipped batches: decide this on all ranks together, "
+                "with world.any(stop)"
+            )
+        counts = [row[3] for row in rows]
+        if _FAILED in counts:
+            self._raise_together(own)
+        return counts
+
+    def _raise_together(self, own: OwnBatches) -> None:
+        def attempt() -> None:
+            if own.failure is not None:
+                raise own.failure
+
+        together(OverGroup(self._world), attempt, lambda _: None, what="reading the stream")
+
+    def _whoami(self) -> str:
+        world = self._world
+        return f"rank {world.rank} of {world.world_size}, epoch {self._place[1]}"

@@ -47,11 +47,18 @@ class LoaderState:
     sampler: Any = None
     #: The number of ranks among which a stream splits itself, or None.
     parts: int | None = None
+    #: How to go on in a stream with a state of its own, in JSON types: that of every rank, or, if the stream splits
+    #: itself, of one rank; or None.
+    stream: Any = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the state in JSON types."""
-        later = ("slices", "threads", "costs", "sampler", "parts")  # what not every loader has
+        later = ("slices", "threads", "costs", "sampler", "parts", "stream")  # what not every loader has
         return {"format": 1, **{k: v for k, v in asdict(self).items() if v is not None or k not in later}}
+
+    def common(self) -> dict[str, Any]:
+        """Return in JSON types what is the same on all ranks."""
+        return {**self.to_json(), "stream": None}
 
     @classmethod
     def from_json(cls, state: Any) -> LoaderState:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import count, islice
+from itertools import count
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -27,6 +27,7 @@ from lockstep.comm.world import World
 from lockstep.data.batches import GlobalBatch
 from lockstep.data.costs import Division
 from lockstep.data.order import mix
+from lockstep.data.reading import Samples, StatefulReading, StreamBatch, StreamMark, has_state, read_by_counting
 from lockstep.data.seeding import preserved_generators, seed_generators
 from lockstep.data.slicing import Slicing
 from lockstep.data.source import Shardable
@@ -39,7 +40,6 @@ Collate = Callable[[list[Any]], Any]
 
 # Keys for mix() within one epoch, distinct from the positions of samples (0 and up).
 _COLLATE = 2**62
-_OPEN_STREAM = 2**62 + 1
 
 _loaders = count()
 
@@ -97,6 +97,23 @@ class Fetched(NamedTuple):
     indices: Sequence[int] = ()
     #: The fingerprint of the first batch that is read of a stream, to compare between ranks; otherwise None.
     fingerprint: str | None = None
+    #: How to go on after a batch of a stream, if it has a state; and what the user must be told of it.
+    mark: StreamMark | None = None
+    warning: str = ""
+
+    @property
+    def is_passed_over(self) -> bool:
+        """True in the place of a batch of a stream that was used before an interruption, and is not read again."""
+        return self.fingerprint == PASSED_OVER
+
+    @property
+    def is_end(self) -> bool:
+        """True for a batch of zero samples that follows the last one of a rank's part of a stream."""
+        return not self.global_samples and not self.is_passed_over
+
+
+#: The fingerprint of what is passed over.
+PASSED_OVER = "passed over"
 
 
 class Pass(Protocol):
@@ -222,53 +239,60 @@ class StreamDataset(IterableDataset[Fetched]):
         self._collate, self._cut = collate, cut
         self._drop_last = drop_last
         self._seeded = seeded
-        #: mix(seed, epoch), int64 of shape (1,), shared with the workers: persistent workers learn of a new epoch only
-        #: from it.
-        self._epoch_key = torch.zeros(1, dtype=torch.int64).share_memory_()
+        #: mix(seed, epoch) and the number of the pass, int64 of shape (2,), shared with the workers: persistent workers
+        #: learn of a new pass only from it.
+        self._pass = torch.zeros(2, dtype=torch.int64).share_memory_()
+        #: Where each worker goes on, and in which pass.
+        self._marks: Mapping[int, StreamMark] = {}
+        self._marks_are_of = 0
         #: Told which sample is read; set in the workers of a job that lockstep started.
         self.at_work: AtWork | None = None
 
-    def begin(self, epoch_key: int) -> None:
-        """Choose the epoch of the next pass; called in the main process before the pass begins."""
-        self._epoch_key[0] = epoch_key >> 1  # 63 bits fit an int64
+    def begin(self, epoch_key: int, marks: Mapping[int, StreamMark]) -> None:
+        """Choose the epoch of the next pass; called in the main process before the pass begins.
+
+        Args:
+            epoch_key: mix(seed, epoch).
+            marks: by worker, where it goes on.
+        """
+        self._marks_are_of += 1
+        self._marks = marks
+        self._pass[0], self._pass[1] = epoch_key >> 1, self._marks_are_of  # 63 bits fit an int64
 
     def __iter__(self) -> Iterator[Fetched]:
         worker, cut = get_worker_info(), self._cut
-        key = mix(int(self._epoch_key[0]), worker.id if worker else 0)
-        with _own_generators(self._seeded):
-            if self._seeded:
-                seed_generators(mix(key, _OPEN_STREAM))
-            stream = iter(self.dataset)
-        position, short = 0, False
-        last: list[Any] = []
-        while not short:
-            with _own_generators(self._seeded):
-                samples = list(islice(self._seeding(stream, key, position), cut.samples))
-                short, last = len(samples) < cut.samples, samples[-1:] or last
-                if not samples or (short and self._drop_last):
-                    break
-                seed = mix(cut.key_at(key, position), position, _COLLATE) if self._seeded else None
-                item = cut.batch(samples, self._collate, first=position == 0, seed=seed)
-            yield item
-            position += len(samples)
-        with _own_generators(self._seeded):
-            end = cut.after_last(last[0], self._collate) if last and not self._drop_last else None
-        if end is not None:
-            yield end
-
-    def _seeding(self, stream: Iterator[Any], key: int, position: int) -> Iterator[Any]:
-        """Yield the stream's samples, with the generators seeded before each."""
+        number = worker.id if worker else 0
+        key = mix(int(self._pass[0]), number)
+        batches, last = self._batches(key, number), None
         while True:
-            if self._seeded:
-                seed_generators(mix(self._cut.key_at(key, position), position))
-            if self.at_work is not None:
-                self.at_work.note(position)
-            try:
-                sample = next(stream)
-            except StopIteration:
-                return
-            yield sample
-            position += 1
+            with _own_generators(self._seeded):
+                read = next(batches, None)
+                if read is None or (read.samples and self._drop_last and len(read.samples) < cut.samples):
+                    break
+                item = self._made(read, key)
+            last = read if read.samples else last
+            yield item
+        if last is not None and not self._drop_last:
+            with _own_generators(self._seeded):
+                end = cut.after_last(last.samples[-1], self._collate)
+            if end is not None:
+                yield end
+
+    def _batches(self, key: int, worker: int) -> Iterator[StreamBatch]:
+        samples = Samples(self._cut, key=key, seeded=self._seeded, at_work=self.at_work)
+        if not has_state(self.dataset):
+            return read_by_counting(samples, self.dataset)
+        # (A worker that persists has the marks of the pass for which it was started.)
+        mark = self._marks.get(worker) if int(self._pass[1]) == self._marks_are_of else None
+        return StatefulReading(samples, self.dataset, worker=worker, mark=mark).batches()
+
+    def _made(self, read: StreamBatch, key: int) -> Fetched:
+        if not read.samples:
+            return Fetched(None, 0, 0, fingerprint=PASSED_OVER)
+        first = read.position == 0
+        seed = mix(self._cut.key_at(key, read.position), read.position, _COLLATE) if self._seeded else None
+        made = self._cut.batch(read.samples, self._collate, first=first, seed=seed)
+        return made if read.mark is None and not read.warning else made._replace(mark=read.mark, warning=read.warning)
 
 
 class TimedDataset(FetchingDataset):

@@ -32,7 +32,6 @@ from lockstep.data.fetch import (
     FetchingDataset,
     Keys,
     Pass,
-    StreamDataset,
     inner_loader,
     naming_dead_workers,
     share_keys,
@@ -41,6 +40,7 @@ from lockstep.data.fetch import (
     step_keys,
 )
 from lockstep.data.last_pass import LastPass
+from lockstep.data.marks import read_marks
 from lockstep.data.order import batch_count, mix, share_bounds
 from lockstep.data.seeding import preserved_generators
 from lockstep.data.slicing import SliceOptions, Slices, sizes_in
@@ -401,6 +401,9 @@ class ShardedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the loop's position, in JSON types; the same on every rank, and valid for any world size.
 
+        Inside an epoch of a stream that splits itself by rank it is valid for as many ranks only, and if the dataset
+        has a ``state_dict``, each rank's holds its own: Note [States of streams] in ``data/reading.py``.
+
         The batch in hand counts as done, batches fetched ahead do not. Between passes the position is the beginning of
         the next epoch.
         """
@@ -421,15 +424,16 @@ class ShardedLoader:
         def check() -> LoaderState:
             saved = LoaderState.from_json(state)
             saved.refuse_unless_continued_by(self._state())
+            read_marks(saved.stream)
             return saved
 
-        saved = agreed(OverGroup(self._world), "ShardedLoader.load_state_dict", check, LoaderState.to_json)
+        saved = agreed(OverGroup(self._world), "ShardedLoader.load_state_dict", check, LoaderState.common)
         self._take_slices(saved)
         self.seed = saved.seed
         self._cursor = saved.cursor
         self._resuming = saved.cursor.in_epoch
         self._drawn, self._now = saved.drawn, None
-        self._epochs.load(saved.sampler)
+        self._epochs.load(saved)
         self._pass = None
 
     def register_step_boundary_hook(self, hook: Callable[[], object]) -> RemovableHandle:
@@ -472,7 +476,7 @@ class ShardedLoader:
             slices=self.slices,
             threads=None if self._options is None else self._options.threads,
             costs=None if self._slicing is None or self._source.costs is None else self._source.costs.fact,
-            sampler=self._epochs.sampler_state(in_epoch=self._cursor.in_epoch),
+            **self._epochs.state(in_epoch=self._cursor.in_epoch),
         )
 
     def _take_slices(self, saved: LoaderState) -> None:
@@ -700,11 +704,7 @@ class ShardedLoader:
         epoch_key, now = mix(self.seed, self._cursor.epoch), self._now
         assert now is not None  # begun with the pass
         self._generator.manual_seed(mix(epoch_key, self._world.rank))
-        stream = self._inner.dataset
-        if isinstance(stream, StreamDataset):
-            stream.begin(epoch_key)
-        else:
-            assert isinstance(now, EpochBatches)
+        if isinstance(now, EpochBatches):  # (all but streams)
             global_batches = now.from_number(self._cursor.batches)
             rank, division, sliced = self._world.rank, self._division, self._slicing
             self._keys.keys = (

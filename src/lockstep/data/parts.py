@@ -23,7 +23,8 @@ A rank without a single sample has no batch to take shapes from, and is nearly a
 so it is named on all ranks. Two ranks whose first batches are the same read the same, and are named, too.
 
 A position counts the global batches. At a resume each rank passes over as many of its own, so it must be the same rank
-of as many, with as many workers.
+of as many, with as many workers. The states of datasets that have one (Note [States of streams] in ``reading.py``) are
+each rank's own, and only a shorter way to the same batch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import together
 from lockstep.comm.waiting import wait_for
 from lockstep.comm.world import World
-from lockstep.data.fetch import Fetched
+from lockstep.data.fetch import PASSED_OVER, Fetched
+from lockstep.data.marks import StreamMarks
 from lockstep.data.order import share_bounds
 from lockstep.data.source import Shardable
 from lockstep.errors import CollectiveMismatch, LockstepError
@@ -56,34 +58,36 @@ class OwnBatches:
     Args:
         fetched: what is read, from the beginning of the epoch.
         skip: how many batches were used.
+        marks: those of the loader's position.
     """
 
-    def __init__(self, fetched: Iterator[Fetched], *, skip: int) -> None:
-        self._fetched, self._skip = fetched, skip
+    def __init__(self, fetched: Iterator[Fetched], *, skip: int, marks: StreamMarks) -> None:
+        self._fetched = marks.unused(self._noting_first(fetched), skip)
         #: A batch of zero samples; None: nothing was read.
         self._nothing: Fetched | None = None
         #: Why nothing more can be read.
         self.failure: Exception | None = None
-        #: The first batch that was read, used or not.
-        self.first: Fetched | None = None
+        #: The fingerprint of the first batch, used or not; None: there was none.
+        self.first: str | None = None
 
     def next(self) -> tuple[Fetched | None, int]:
         """Return the next batch, and what to say of it: its number of samples, or why there is none."""
         try:
             for each in self._fetched:
-                if not each.samples:
-                    self._nothing = each
-                    continue
-                self.first = self.first or each
-                if self._skip:
-                    self._skip -= 1
-                    continue
-                return each, each.samples
+                if not each.is_end:
+                    return each, each.samples
+                self._nothing = each
         except Exception as error:  # noqa: BLE001  (the other ranks wait: they must get any failure)
             self.failure = error
             return None, _FAILED
         # (A copy: a script may change what it is given.)
         return copy.deepcopy(self._nothing), _ENDED
+
+    def _noting_first(self, fetched: Iterator[Fetched]) -> Iterator[Fetched]:
+        for each in fetched:
+            if self.first is None and not each.is_end:
+                self.first = each.fingerprint
+            yield each
 
 
 class PartPass:
@@ -93,14 +97,15 @@ class PartPass:
         source: the loader's settings.
         world: the ranks.
         place: the numbers of the loader and of the epoch.
+        marks: those of the loader's position.
     """
 
     #: See :class:`~lockstep.data.batches.Pass`.
     drawn: str | None = None
     order: torch.Tensor | None = None
 
-    def __init__(self, source: Shardable, world: World, *, place: tuple[int, int]) -> None:
-        self._world, self._place = world, place
+    def __init__(self, source: Shardable, world: World, *, place: tuple[int, int], marks: StreamMarks) -> None:
+        self._world, self._place, self._marks = world, place, marks
         self._by, self._drop_last = source.split_by, source.drop_last
         ranks, size = world.world_size, source.batch_size or 0  # a stream has one
         bounds = [share_bounds(size, rank=rank, world_size=ranks, shares=source.shares) for rank in range(ranks)]
@@ -117,7 +122,7 @@ class PartPass:
                 every rank.
             CollectiveMismatch: the ranks' loops are at different batches.
         """
-        own = OwnBatches(fetched, skip=number)
+        own = OwnBatches(fetched, skip=number, marks=self._marks)
         item, samples = self._begin(own)
         self._tell(number, samples)
         while True:
@@ -128,6 +133,7 @@ class PartPass:
             self._tell(number + 1, samples)
             assert item is not None  # every rank has had a sample
             sizes = [max(0, count) for count in counts]
+            self._marks.note(item)
             yield item._replace(global_samples=sum(sizes), sizes=() if sizes == self._full else sizes)
             item, number = following, number + 1
 
@@ -140,17 +146,15 @@ class PartPass:
                 raise own.failure
             return found
 
-        def tell(_: object) -> str | None:
-            return None if own.first is None else own.first.fingerprint
-
-        found, prints = together(OverGroup(self._world), attempt, tell, what="reading the stream")
+        found, prints = together(OverGroup(self._world), attempt, lambda _: own.first, what="reading the stream")
         without = [rank for rank, each in enumerate(prints) if each is None]
         if without and len(without) < len(prints):
             raise LockstepError(self._words_on_nothing(without))
-        same = next(
-            ([r for r, each in enumerate(prints) if each == one] for one in prints if prints.count(one) > 1), []
-        )
-        if same and not without:
+        # (What is passed over by a state has been compared with what came when the state was saved.)
+        known = [each for each in prints if each not in (None, PASSED_OVER)]
+        repeated = next((each for each in known if known.count(each) > 1), None)
+        if repeated is not None:
+            same = [rank for rank, each in enumerate(prints) if each == repeated]
             raise LockstepError(
                 f"{self._whoami()}: the parts of {which_ranks(same)} begin with the same samples, so they would be "
                 f"trained on more than once: {self._by} says that the stream splits itself by rank, and it does not. "

@@ -75,6 +75,15 @@ class NoJson(Counts):
         return {"at": torch.tensor(self._at)}
 
 
+class FailsToTell(Counts):
+    """Has a state after an even number of samples only."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._at > 4:
+            raise RuntimeError("not at a boundary")
+        return super().state_dict()
+
+
 class TakesArguments(Counts):
     """A state that only its library's own loader can ask for."""
 
@@ -134,7 +143,7 @@ def test_a_resume_gives_the_same_batches_whatever_the_state_is_worth(
         Skips: "led to other samples than came next before the interruption",
         BeginsAnew: "led to other samples",
         Fails: "could not be used (KeyError: 'shard_idx')",
-        NoJson: "is not made of JSON types",
+        NoJson: "failed, or is not made of JSON types (TypeError: ",
     }
     for rank, messages in enumerate(told):
         if kind in words:

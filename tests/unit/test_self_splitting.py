@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,9 @@ class Stream(IterableDataset[int]):
 
     def __init__(self, **said: Any) -> None:
         self.__dict__.update(said)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
 
 
 def _library(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:

@@ -18,7 +18,7 @@ A worker that goes on by a state gives for each batch that it read before the in
 that the workers' batches come in the turns in which they came before.
 
 A ``state_dict`` that takes arguments (LitData's, MosaicML's) belongs to a loader of the same library, which alone knows
-what to pass; such a stream is counted. So is one whose state is not made of JSON types.
+what to pass; such a stream is counted. So is one whose state is not made of JSON types, or can't be asked for.
 """
 
 from __future__ import annotations
@@ -218,13 +218,13 @@ class StatefulReading:
         """Return the state of the dataset now; None: it can't be kept, of which the user is warned once."""
         if not self._keeps_states:
             return None
-        state = self._dataset.state_dict()
         try:
-            return json.dumps(state)
-        except (TypeError, ValueError) as error:
+            return json.dumps(self._dataset.state_dict())
+        except Exception as error:  # noqa: BLE001  (training needs no state: it goes on without, and that is said)
             self._keeps_states = False
             self._warning = (
-                f"the state_dict() of {type(self._dataset).__name__} is not made of JSON types ({error}), so it is not "
-                "kept with the loader's position: a resume reads the stream from the beginning of the epoch"
+                f"the state_dict() of {type(self._dataset).__name__} failed, or is not made of JSON types "
+                f"({named(error)}), so that it is kept no longer with the loader's position: a resume reads the stream "
+                "again from where it was kept last, or from the beginning of the epoch"
             )
             return None

@@ -91,10 +91,17 @@ def _by_litdata(library: Any, dataset: Any) -> SplitByRank | None:
     return SplitByRank("litdata.StreamingDataset", world.global_rank, world.world_size)
 
 
+def _by_lancedb(library: Any, dataset: Any) -> SplitByRank | None:
+    if not isinstance(dataset, library.StreamingDataset):
+        return None
+    return SplitByRank("lancedb.streaming.StreamingDataset", dataset._rank, dataset._world_size)
+
+
 #: The module of a library -> what asks its datasets.
 _LIBRARIES: dict[str, Callable[[Any, Any], SplitByRank | None]] = {
     "datasets": _by_hugging_face,
     "webdataset": _by_webdataset,
     "streaming": _by_streaming,
     "litdata": _by_litdata,
+    "lancedb.streaming": _by_lancedb,
 }

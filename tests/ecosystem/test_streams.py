@@ -1,0 +1,68 @@
+"""Streams that split themselves by rank, each against one process on the same global batches, and resumed."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ecosystem import stream_rows
+from tests.ecosystem.table import Row
+from tests.harness import run_ranks
+
+Begin = Callable[[str, str, str], Row]
+
+
+def _joined(ranks: list[dict[str, Any]]) -> list[list[int]]:
+    return [
+        [*itertools.chain.from_iterable(shares)] for shares in zip(*[rank["batches"] for rank in ranks], strict=True)
+    ]
+
+
+def _written(library: str, folder: Path) -> str:
+    run_ranks(stream_rows.write, 1, library, str(folder))  # in a process of its own: some libraries start threads
+    return str(folder)
+
+
+#: What a library leaves out or repeats of the 43 rows to make the parts equal: how often how many of them come.
+_OTHERWISE = {"lancedb": {0: 1}, "mosaicml-streaming": {2: 1}}
+
+
+@pytest.mark.parametrize(("backend", "workers"), [("shm", 0), ("gloo", 0), ("shm", 2)])
+@pytest.mark.parametrize("library", [*stream_rows.PARTS])
+def test_a_stream_in_parts(library: str, workers: int, backend: str, tmp_path: Path, row: Begin) -> None:
+    line = row(library, f"a stream in parts, {workers} workers", f"2 ranks, {backend}")
+    ranks = run_ranks(stream_rows.parts, 2, backend, library, _written(library, tmp_path / "rows"), "", workers)
+    batches = _joined(ranks)
+    times = Counter(itertools.chain(*batches))
+    counts = Counter(times[number] for number in range(stream_rows.ROWS) if times[number] != 1)
+    assert counts == Counter(_OTHERWISE.get(library, {}))
+    line.same(run_ranks(stream_rows.alone, 1, batches)[0], [rank["weights"] for rank in ranks], limit=1e-12)
+
+
+#: Those whose own state is used.
+_WITH_STATE = {"datasets", "lancedb"}
+
+
+@pytest.mark.parametrize(
+    ("library", "option"), [*((library, "") for library in stream_rows.PARTS), ("datasets", "shuffled")]
+)
+def test_a_resume_of_a_stream_in_parts(library: str, option: str, tmp_path: Path, row: Begin) -> None:
+    how = "by its state" if library in _WITH_STATE and not option else "by counting"
+    line = row(library, f"a stream in parts {option or 'as it is'}, resumed in mid-epoch {how}", "2 ranks, shm")
+    folder = _written(library, tmp_path / "rows")
+    before = run_ranks(stream_rows.parts, 2, "shm", library, folder, option, 0, 4)
+    states = [rank["state"] for rank in before]
+    assert [bool(state.get("stream")) for state in states] == [library in _WITH_STATE] * 2
+    after = run_ranks(stream_rows.parts, 2, "shm", library, folder, option, 0, 0, states)
+    for one, two in zip(before, after, strict=True):
+        assert two["batches"] == one["batches"][4:]
+        if option:  # its state forgets what was in the buffer
+            assert "led to other samples than came next before the interruption" in "".join(two["said"])
+        else:
+            assert not two["said"]
+    line.holds("same samples", True, "")

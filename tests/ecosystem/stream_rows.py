@@ -138,8 +138,11 @@ def parts(
 ) -> dict[str, Any]:
     """Train on the parts; return the samples' numbers, the weights, the state after ``stop`` batches, warnings."""
     rank, size = join(backend)
+    # (Workers that are forked from a process with LanceDB's threads end by a signal.)
+    context = "spawn" if workers and library == "lancedb" else None
+    data = PARTS[library](Path(folder), rank, size, option)
     loader = lockstep.shard(
-        DataLoader(PARTS[library](Path(folder), rank, size, option), 6, collate_fn=_collate, num_workers=workers)
+        DataLoader(data, 6, collate_fn=_collate, num_workers=workers, multiprocessing_context=context)
     )
     model = lockstep.replicate(net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

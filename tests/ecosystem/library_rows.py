@@ -128,14 +128,14 @@ def write_archives(folder: Path, sizes: list[int], row_at: Callable[[int], dict[
                 number += 1
 
 
-def stream(backend: str | None, shards: str, splitter: str) -> Arrays:
+def stream(backend: str | None, shards: str) -> Arrays:
     """webdataset through lockstep.shard: every rank reads the stream and keeps its share of each batch."""
     import webdataset
 
     join(backend)
-    nodes = {"all": lambda urls: urls, "split": webdataset.split_by_node}[splitter]
+    everything = lambda urls: urls  # noqa: E731
     data = (
-        webdataset.WebDataset(shards, shardshuffle=False, nodesplitter=nodes, workersplitter=lambda urls: urls)
+        webdataset.WebDataset(shards, shardshuffle=False, nodesplitter=everything, workersplitter=everything)
         .decode()
         .to_tuple("npy", "cls")
     )

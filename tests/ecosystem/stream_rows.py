@@ -29,11 +29,12 @@ def row_at(number: int) -> dict[str, Any]:
 
 
 def webdataset_parts(folder: Path, rank: int, size: int, option: str) -> IterableDataset[Any]:  # noqa: ARG001
-    """Archives of unequal sizes, of which each rank reads every n-th."""
+    """Archives of unequal sizes, of which each rank reads every n-th; or ``one`` archive alone."""
     import webdataset
 
-    pattern = str(folder / "data-{0..2}.tar")
-    data = webdataset.WebDataset(pattern, shardshuffle=False, nodesplitter=webdataset.split_by_node)
+    pattern = str(folder / ("data-0.tar" if option == "one" else "data-{0..2}.tar"))
+    split = webdataset.split_by_node
+    data = webdataset.WebDataset(pattern, shardshuffle=False, nodesplitter=split, empty_check=False)
     return data.decode().to_tuple("npy", "cls").map(lambda row: {"x": row[0], "y": row[1]})  # type: ignore[no-any-return]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.ecosystem import stream_rows
 from tests.ecosystem.table import Row
-from tests.harness import run_ranks
+from tests.harness import collect_outcomes, run_ranks
 
 Begin = Callable[[str, str, str], Row]
 
@@ -69,3 +69,11 @@ def test_a_resume_of_a_stream_in_parts(library: str, option: str, tmp_path: Path
         assert all((why or "") in each for each in two["said"])
     line.holds("same samples, " + ("by its own state" if why == "" else "by counting"), True, "")
     line.notes += [f"says that its state {why}"] if why else []
+
+
+def test_a_rank_without_an_archive_is_named(tmp_path: Path, row: Begin) -> None:
+    line = row("webdataset", "a stream in parts, one archive for two ranks", "2 ranks, shm")
+    folder = _written("webdataset", tmp_path / "rows")
+    for outcome in collect_outcomes(stream_rows.parts, 2, "shm", "webdataset", folder, "one"):
+        words = "rank 1 has no sample of this stream, which webdataset.split_by_node splits"
+        line.says(str(outcome.message), words)

@@ -12,12 +12,14 @@ while others have some, so that all ranks take the same steps; the pass ends whe
 smaller from there on. With ``drop_last`` it ends with the first rank that has no full share. (A worker process whose
 part of the part has come to its end gives a small batch as well, in whatever step its turn is.)
 
-So nobody knows beforehand how many samples a batch has. The ranks tell each other, one batch ahead: when a loop is
-given a batch, the next one has been read, and its number of samples is on its way to the other ranks during the step.
-That is one gather of four numbers in each step, which is waited for when the loop asks for the next batch: by then all
-ranks have averaged their gradients, so it has long arrived. It names the loader, the epoch and the number of the batch
-as well, so that ranks whose loops are at different batches find out there; and a rank that could not read its part says
-so, so that all raise the same error in the same step.
+So nobody knows beforehand how many samples a batch has. The ranks tell each other, for a *portion* of batches that each
+has read: while the loop is given the batches of one, those of the next are read, and when it is given the last of them,
+the numbers of samples of the next are on their way to the other ranks. They are waited for when the loop asks for the
+next batch: by then all ranks have averaged their gradients, so they have long arrived. The first portion is one batch,
+so that no loop waits for more when it begins, and each has one more than the last, as far as they are small in memory,
+and sixteen at most. The message names the loader, the epoch and the number of the batch as well, so that ranks whose loops are at
+different batches find out there; and a rank that could not read its part says so, so that all raise the same error in
+the same step.
 
 A rank without a single sample has no batch to take shapes from, and is nearly always a mistake (more ranks than files),
 so it is named on all ranks. Two ranks whose first batches are the same read the same, and are named, too.
@@ -30,8 +32,8 @@ each rank's own, and only a shorter way to the same batch.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,9 +49,24 @@ from lockstep.data.order import share_bounds
 from lockstep.data.source import Shardable
 from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.text import which_ranks
+from lockstep.trees import leaves
 
 #: What a rank says instead of a number of samples: its part has come to its end; it could not be read.
 _ENDED, _FAILED = -1, -2
+#: The most batches of a portion, and bytes of tensors that it may have.
+_MOST, _BYTES = 16, 4 << 20
+
+#: A batch of a rank's own, if there is one, and what the rank says of it.
+Own = tuple[Fetched | None, int]
+
+
+class _Told(NamedTuple):
+    """What a rank has told of a portion."""
+
+    #: The most batches that its next portion may have.
+    most: int
+    #: By batch its number of samples, or why there is none.
+    samples: list[int]
 
 
 class OwnBatches:
@@ -70,8 +87,10 @@ class OwnBatches:
         #: The fingerprint of the first batch, used or not; None: there was none.
         self.first: str | None = None
 
-    def next(self) -> tuple[Fetched | None, int]:
+    def next(self) -> Own:
         """Return the next batch, and what to say of it: its number of samples, or why there is none."""
+        if self.failure is not None:
+            return None, _FAILED
         try:
             for each in self._fetched:
                 if not each.is_end:
@@ -123,24 +142,33 @@ class PartPass:
             CollectiveMismatch: the ranks' loops are at different batches.
         """
         own = OwnBatches(fetched, skip=number, marks=self._marks)
-        item, samples = self._begin(own)
-        self._tell(number, samples)
+        portion = [self._begin(own)]
+        self._tell(number, portion)
         while True:
-            counts = self._read(number, own)
-            if max(counts) < 0 or (self._drop_last and min(counts) < 0):
-                return
-            following, samples = own.next()
-            self._tell(number + 1, samples)
-            assert item is not None  # every rank has had a sample
-            sizes = [max(0, count) for count in counts]
-            self._marks.note(item)
-            yield item._replace(global_samples=sum(sizes), sizes=() if sizes == self._full else sizes)
-            item, number = following, number + 1
+            told = self._read(number)
+            size = min(len(portion) + 1, *(each.most for each in told))
+            following: list[Own] = []
+            for place, (item, _) in enumerate(portion):
+                counts = [each.samples[place] for each in told]
+                if _FAILED in counts:
+                    self._raise_together(own)
+                if max(counts) < 0 or (self._drop_last and min(counts) < 0):
+                    return
+                is_last, number = place == len(portion) - 1, number + 1
+                while len(following) < size and (is_last or len(following) <= place):
+                    following.append(own.next())
+                if is_last:
+                    self._tell(number, following)
+                assert item is not None  # every rank has had a sample
+                sizes = [max(0, count) for count in counts]
+                self._marks.note(item)
+                yield item._replace(global_samples=sum(sizes), sizes=() if sizes == self._full else sizes)
+            portion = following
 
-    def _begin(self, own: OwnBatches) -> tuple[Fetched | None, int]:
+    def _begin(self, own: OwnBatches) -> Own:
         """Return the first batch, after the ranks have compared the beginnings of their parts."""
 
-        def attempt() -> tuple[Fetched | None, int]:
+        def attempt() -> Own:
             found = own.next()
             if own.failure is not None:
                 raise own.failure
@@ -172,19 +200,20 @@ class PartPass:
             'whole stream: do not split it, and say stream="whole"'
         )
 
-    def _tell(self, number: int, samples: int) -> None:
-        """**Collective.** Begin to tell all ranks how many samples this one has of a batch."""
+    def _tell(self, number: int, portion: Sequence[Own]) -> None:
+        """**Collective.** Begin to tell all ranks how many samples this one has of the batches from ``number`` on."""
         group = self._world.group
-        mine = torch.tensor([*self._place, number, samples], dtype=torch.int64, device=group_device(group))
-        rows = mine.new_empty(self._world.world_size, len(mine))
+        samples = [samples for _, samples in portion]
+        numbers = [*self._place, number, _most_of(portion), *samples, *[_ENDED] * (_MOST - len(samples))]
+        mine = torch.tensor(numbers, dtype=torch.int64, device=group_device(group))
+        table = mine.new_empty(self._world.world_size, len(mine))
         with labelled("the numbers of samples of a stream's parts"):
-            self._told = issue_gather(rows, mine, group), rows, mine
+            self._told = issue_gather(table, mine, group), table, mine
 
-    def _read(self, number: int, own: OwnBatches) -> list[int]:
-        """Return by rank how many samples it has of a batch, or that its part has come to its end.
+    def _read(self, number: int) -> list[_Told]:
+        """Return by rank what it has told of the batches from ``number`` on.
 
         Raises:
-            LockstepError: a rank could not read its part.
             CollectiveMismatch: the ranks' loops are at different batches.
         """
         work, table, _ = self._told
@@ -194,17 +223,14 @@ class PartPass:
         if any(row[:3] != [*self._place, number] for row in rows):
             words = ", ".join(
                 f"rank {rank}: batch {batch} of epoch {epoch} of sharded loader {loader}"
-                for rank, (loader, epoch, batch, _) in enumerate(rows)
+                for rank, (loader, epoch, batch, *_) in enumerate(rows)
             )
             raise CollectiveMismatch(
                 f"{self._whoami()}: the ranks are at different batches of a stream in parts ({words}). "
                 "A rank has left its loop before the others, or skipped batches: decide this on all ranks together, "
                 "with world.any(stop)"
             )
-        counts = [row[3] for row in rows]
-        if _FAILED in counts:
-            self._raise_together(own)
-        return counts
+        return [_Told(most, samples) for _, _, _, most, *samples in rows]
 
     def _raise_together(self, own: OwnBatches) -> None:
         def attempt() -> None:
@@ -216,3 +242,10 @@ class PartPass:
     def _whoami(self) -> str:
         world = self._world
         return f"rank {world.rank} of {world.world_size}, epoch {self._place[1]}"
+
+
+def _most_of(portion: Sequence[Own]) -> int:
+    """Return how many batches like these a portion may have."""
+    batches = [item.batch for item, _ in portion if item is not None]
+    largest = max((sum(getattr(each, "nbytes", 0) for each in leaves(batch)) for batch in batches), default=0)
+    return max(1, min(_MOST, _BYTES // max(1, largest)))

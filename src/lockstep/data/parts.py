@@ -17,9 +17,9 @@ has read: while the loop is given the batches of one, those of the next are read
 the numbers of samples of the next are on their way to the other ranks. They are waited for when the loop asks for the
 next batch: by then all ranks have averaged their gradients, so they have long arrived. The first portion is one batch,
 so that no loop waits for more when it begins, and each has one more than the last, as far as they are small in memory,
-and sixteen at most. The message names the loader, the epoch and the number of the batch as well, so that ranks whose loops are at
-different batches find out there; and a rank that could not read its part says so, so that all raise the same error in
-the same step.
+and sixteen at most. The message names the loader, the epoch and the number of the batch as well, so that ranks whose
+loops are at different batches find out there; and a rank that could not read its part says so, so that all raise the
+same error in the same step.
 
 A rank without a single sample has no batch to take shapes from, and is nearly always a mistake (more ranks than files),
 so it is named on all ranks. Two ranks whose first batches are the same read the same, and are named, too.

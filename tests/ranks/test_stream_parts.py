@@ -305,6 +305,29 @@ def test_a_loop_may_be_left_on_all_ranks() -> None:
     assert run_ranks(_left_early, 3) == [[1, 2, 7]] * 3
 
 
+def _popping(samples: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+    return torch.stack([sample.pop("x") for sample in samples]), torch.stack([sample.pop("y") for sample in samples])
+
+
+class Common(Parts):
+    """The same on every rank."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter([{"x": torch.arange(2.0) + number, "y": torch.tensor(number)} for number in range(7)])
+
+
+def _popped(stream: Any) -> list[int]:
+    lockstep.init(timeout=30)
+    dataset = Common() if stream == "whole" else Parts((5, 2))
+    loader = lockstep.shard(DataLoader(dataset, 4, collate_fn=_popping), stream=stream)
+    return [len(inputs) for inputs, targets in loader if inputs.shape == (len(targets), 2)]
+
+
+def test_a_collate_fn_may_change_its_samples() -> None:
+    assert run_ranks(_popped, 2, "whole") == [[2, 2], [2, 1]]
+    assert run_ranks(_popped, 2, "parts") == [[2, 2, 1], [2, 0, 0]]
+
+
 def _in_order() -> list[float] | None:
     world = lockstep.init(timeout=30)
     loader = _loader(Parts((5, 2)), 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -208,13 +209,12 @@ class StreamCut(Protocol):
         """
         ...
 
-    def batch(self, samples: list[Any], collate: Collate, *, first: bool, seed: int | None) -> Fetched:
-        """Return what this rank has of a batch, collated.
+    def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:
+        """Return what this rank has of a batch, collated, and how to go on after it.
 
         Args:
-            samples: those that were read for it, at least one.
+            read: what was read for it.
             collate: the DataLoader's.
-            first: whether it is the first one, which the ranks compare.
             seed: what ``collate`` draws from; None: it is not seeded.
         """
         ...
@@ -263,18 +263,20 @@ class StreamDataset(IterableDataset[Fetched]):
         worker, cut = get_worker_info(), self._cut
         number = worker.id if worker else 0
         key = mix(int(self._pass[0]), number)
-        batches, last = self._batches(key, number), None
+        batches, kept, drawn = self._batches(key, number), [], None
         while True:
             with _own_generators(self._seeded):
                 read = next(batches, None)
                 if read is None or (read.samples and self._drop_last and len(read.samples) < cut.samples):
                     break
-                item = self._made(read, key)
-            last = read if read.samples else last
+                kept = kept or [*map(copied, read.samples[:1])]  # (before it is collated)
+                if self._seeded:
+                    drawn = mix(cut.key_at(key, read.position), read.position, _COLLATE)
+                item = cut.batch(read, self._collate, seed=drawn)
             yield item
-        if last is not None and not self._drop_last:
+        if kept and not self._drop_last:
             with _own_generators(self._seeded):
-                end = cut.after_last(last.samples[-1], self._collate)
+                end = cut.after_last(kept[0], self._collate)
             if end is not None:
                 yield end
 
@@ -285,14 +287,6 @@ class StreamDataset(IterableDataset[Fetched]):
         # (A worker that persists has the marks of the pass for which it was started.)
         mark = self._marks.get(worker) if int(self._pass[1]) == self._marks_are_of else None
         return StatefulReading(samples, self.dataset, worker=worker, mark=mark).batches()
-
-    def _made(self, read: StreamBatch, key: int) -> Fetched:
-        if not read.samples:
-            return Fetched(None, 0, 0, fingerprint=PASSED_OVER)
-        first = read.position == 0
-        seed = mix(self._cut.key_at(key, read.position), read.position, _COLLATE) if self._seeded else None
-        made = self._cut.batch(read.samples, self._collate, first=first, seed=seed)
-        return made if read.mark is None and not read.warning else made._replace(mark=read.mark, warning=read.warning)
 
 
 class TimedDataset(FetchingDataset):
@@ -372,7 +366,16 @@ def collated(samples: list[Any], collate: Collate, *, empty: bool, seed: int | N
 
     if not empty:
         return once(samples)
-    return nothing_of(once(samples[:1]), once([samples[0], samples[0]]))
+    one, *two = (copied(samples[0]) for _ in range(3))
+    return nothing_of(once([one]), once(two))
+
+
+def copied(sample: Any) -> Any:
+    """Return a copy for a ``collate_fn`` that may change it; what can't be copied, itself."""
+    try:
+        return copy.deepcopy(sample)
+    except Exception:  # noqa: BLE001  (whatever a class of a user's raises: most collate_fns leave samples as they are)
+        return sample
 
 
 def _own_generators(seeded: bool) -> AbstractContextManager[None]:

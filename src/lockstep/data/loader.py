@@ -270,7 +270,7 @@ class ShardedLoader:
             self._generator,
             pinned=device is not None,
             seeded=seeded,
-            cut=stream_cut(source, world, self._slicing),
+            cut=stream_cut(source, rank=world.rank, world_size=world.world_size, sliced=self._slicing),
         )
         make = StreamEpochs if source.order == "stream" else Epochs
         self._epochs = make(source, world, loader=self._number, inner=self._inner)

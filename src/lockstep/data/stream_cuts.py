@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.comm.world import World
 from lockstep.data.contents import fingerprint
-from lockstep.data.fetch import Collate, Fetched, StreamCut, collated
+from lockstep.data.fetch import PASSED_OVER, Collate, Fetched, StreamCut, collated
 from lockstep.data.order import mix, share_bounds
+from lockstep.data.reading import StreamBatch
 from lockstep.data.slicing import Slicing, sizes_in
 from lockstep.data.source import Shardable
 
@@ -15,23 +15,35 @@ from lockstep.data.source import Shardable
 _PART = 2**62 + 3
 
 
-def stream_cut(source: Shardable, world: World, sliced: Slicing | None) -> StreamCut | None:
+def stream_cut(source: Shardable, *, rank: int, world_size: int, sliced: Slicing | None) -> StreamCut | None:
     """Return what a rank makes of the samples of ``source``; None: they are no stream.
 
     Args:
         source: the settings.
-        world: the ranks.
+        rank: the rank.
+        world_size: the number of ranks.
         sliced: the slices of each batch; None: each rank has one part of it.
     """
     if source.order != "stream":
         return None
     assert source.batch_size is not None  # only a batch sampler decides it
-    start, stop = share_bounds(source.batch_size, rank=world.rank, world_size=world.world_size, shares=source.shares)
+    start, stop = share_bounds(source.batch_size, rank=rank, world_size=world_size, shares=source.shares)
     if not source.is_read_whole:
-        return PartCut(stop - start, rank=world.rank)
+        return PartCut(stop - start, rank=rank)
     if sliced is not None:
-        return SliceCut(source.batch_size, rank=world.rank, sliced=sliced)
-    return ShareCut(source.batch_size, rank=world.rank, world_size=world.world_size, shares=source.shares)
+        return SliceCut(source.batch_size, rank=rank, sliced=sliced)
+    return ShareCut(source.batch_size, rank=rank, world_size=world_size, shares=source.shares)
+
+
+def _begun(read: StreamBatch) -> Fetched:
+    """Return a batch without its contents: what the ranks compare, and how to go on after it.
+
+    To be called before the samples are collated, since a ``collate_fn`` may change them.
+    """
+    if not read.samples:
+        return Fetched(None, 0, 0, fingerprint=PASSED_OVER)
+    print_ = fingerprint(read.samples) if read.position == 0 else None
+    return Fetched(None, 0, len(read.samples), fingerprint=print_, mark=read.mark, warning=read.warning)
 
 
 class _WholeBatch:
@@ -63,11 +75,14 @@ class ShareCut(_WholeBatch):
         super().__init__(samples)
         self._rank, self._world_size, self._shares = rank, world_size, shares
 
-    def batch(self, samples: list[Any], collate: Collate, *, first: bool, seed: int | None) -> Fetched:
+    def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:
         """See :class:`~lockstep.data.fetch.StreamCut`."""
+        begun, samples = _begun(read), read.samples
+        if not samples:
+            return begun
         start, stop = share_bounds(len(samples), rank=self._rank, world_size=self._world_size, shares=self._shares)
         batch = collated(samples[start:stop] or samples[:1], collate, empty=start == stop, seed=seed)
-        return Fetched(batch, stop - start, len(samples), fingerprint=fingerprint(samples) if first else None)
+        return begun._replace(batch=batch, samples=stop - start)
 
 
 class SliceCut(_WholeBatch):
@@ -83,8 +98,11 @@ class SliceCut(_WholeBatch):
         super().__init__(samples)
         self._rank, self._sliced = rank, sliced
 
-    def batch(self, samples: list[Any], collate: Collate, *, first: bool, seed: int | None) -> Fetched:
+    def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:
         """See :class:`~lockstep.data.fetch.StreamCut`."""
+        begun, samples = _begun(read), read.samples
+        if not samples:
+            return begun
         batches, numbers, count = [], [], 0
         bounds = self._sliced.cut(len(samples))
         for number in range(*self._sliced.runs_at(0)[self._rank]):
@@ -94,8 +112,7 @@ class SliceCut(_WholeBatch):
                 batches.append(collated(samples[start:stop], collate, empty=False, seed=own))
                 numbers.append(number)
                 count += stop - start
-        print_ = fingerprint(samples) if first else None
-        return Fetched(batches, count, len(samples), numbers, sizes_in(bounds), fingerprint=print_)
+        return begun._replace(batch=batches, samples=count, numbers=numbers, sizes=sizes_in(bounds))
 
 
 class PartCut:
@@ -117,10 +134,12 @@ class PartCut:
         """
         return mix(key, self._rank, _PART) if self._rank and position else key
 
-    def batch(self, samples: list[Any], collate: Collate, *, first: bool, seed: int | None) -> Fetched:
+    def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:
         """See :class:`~lockstep.data.fetch.StreamCut`. How many samples all ranks have is not known here yet."""
-        batch = collated(samples, collate, empty=False, seed=seed)
-        return Fetched(batch, len(samples), len(samples), fingerprint=fingerprint(samples) if first else None)
+        begun, samples = _begun(read), read.samples
+        if not samples:
+            return begun
+        return begun._replace(batch=collated(samples, collate, empty=False, seed=seed), samples=len(samples))
 
     def after_last(self, sample: Any, collate: Collate) -> Fetched | None:
         """See :class:`~lockstep.data.fetch.StreamCut`. A batch of zero samples, for the steps that only others have

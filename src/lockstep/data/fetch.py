@@ -263,7 +263,8 @@ class StreamDataset(IterableDataset[Fetched]):
         worker, cut = get_worker_info(), self._cut
         number = worker.id if worker else 0
         key = mix(int(self._pass[0]), number)
-        batches, kept, drawn = self._batches(key, number), [], None
+        batches, drawn = self._batches(key, number), None
+        kept: list[Any] = []
         while True:
             with _own_generators(self._seeded):
                 read = next(batches, None)

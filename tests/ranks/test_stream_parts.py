@@ -45,12 +45,21 @@ class Parts(IterableDataset[dict[str, Tensor]]):
 
 
 class SharedOut(IterableDataset[int]):
-    """Numbers that every rank shuffles, and of which it then takes every n-th."""
+    """Numbers that every rank shuffles, when it is opened or for its first sample, and of which it takes every n-th."""
+
+    def __init__(self, *, when_opened: bool) -> None:
+        self._when_opened = when_opened
 
     def __iter__(self) -> Iterator[int]:
+        return iter(self._mine()) if self._when_opened else self._read()
+
+    def _read(self) -> Iterator[int]:
+        yield from self._mine()
+
+    def _mine(self) -> list[int]:
         numbers = list(range(23))
         random.shuffle(numbers)
-        return iter(numbers[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])])
+        return numbers[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
 
 
 def _loader(dataset: Any, batch_size: int = 6, **options: Any) -> lockstep.ShardedLoader:
@@ -137,14 +146,15 @@ def test_each_step_is_the_mean_over_the_samples_of_all_ranks(
         assert rank["means"] == pytest.approx(alone["means"], abs=1e-9)
 
 
-def _numbers() -> list[list[list[int]]]:
+def _numbers(when_opened: bool) -> list[list[list[int]]]:
     lockstep.init(timeout=60)
-    loader = _loader(SharedOut(), batch_size=4)
+    loader = _loader(SharedOut(when_opened=when_opened), batch_size=4)
     return [[batch.tolist() for batch in loader] for _ in range(2)]
 
 
-def test_what_a_stream_shuffles_before_it_splits_itself_is_shuffled_alike() -> None:
-    ranks = run_ranks(_numbers, 3)
+@pytest.mark.parametrize("when_opened", [True, False])
+def test_what_a_stream_shuffles_before_it_splits_itself_is_shuffled_alike(when_opened: bool) -> None:
+    ranks = run_ranks(_numbers, 3, when_opened)
     first, second = [_joined([rank[epoch] for rank in ranks]) for epoch in range(2)]
     for batches in (first, second):
         assert sorted(itertools.chain(*batches)) == list(range(23))

@@ -11,7 +11,9 @@ PYTHONS := 3.10 3.11 3.12 3.13 3.14
 # "make ecosystem" has an environment for each torch it is run with.
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 ECOSYSTEM := .venv-ecosystem/torch-$(TORCH)
-LIBRARIES := accelerate datasets lightning mlflow-skinny peft tensorboard timm torchmetrics transformers webdataset
+LIBRARIES := accelerate datasets lancedb lightning litdata mlflow-skinny peft tensorboard timm torchmetrics transformers webdataset
+# They ask for older versions of NumPy, transformers and xxhash than those that are tested, and run with these.
+AS_THEY_ARE := mosaicml-streaming brotli catalogue cramjam python-snappy zstd
 
 # "make gpu" needs a build of torch for the GPUs, which a plain one is for NVIDIA's (several gigabytes). For AMD's:
 # GPU_TORCH='torch torchvision --index-url https://download.pytorch.org/whl/rocm…'
@@ -162,6 +164,7 @@ $(ECOSYSTEM)/.ready: pyproject.toml constraints.txt tests/ecosystem/constraints.
 	echo torch==$(TORCH) >> $(ECOSYSTEM)/constraints.txt
 	$(ECOSYSTEM)/bin/python -m pip install --quiet --constraint $(ECOSYSTEM)/constraints.txt torch  # first: all else takes it as it is
 	$(ECOSYSTEM)/bin/python -m pip install --quiet --constraint $(ECOSYSTEM)/constraints.txt --editable '.[demo]' $(LIBRARIES) pytest pytest-timeout
+	$(ECOSYSTEM)/bin/python -m pip install --quiet --constraint $(ECOSYSTEM)/constraints.txt --no-deps $(AS_THEY_ARE)
 	touch $@
 
 $(TASKS)/%/.ready: tests/ecosystem/constraints.txt

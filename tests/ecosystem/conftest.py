@@ -34,6 +34,8 @@ _PRELOAD = [
     "peft",
     "datasets",
     "webdataset",
+    "litdata",
+    "streaming",
 ]
 
 _ROWS: list[Row] = []

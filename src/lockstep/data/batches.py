@@ -34,7 +34,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,7 @@ class GlobalBatch(NamedTuple):
     costs: torch.Tensor | None = None
 
 
+@runtime_checkable
 class EpochBatches(Protocol):
     """The global batches of an epoch from the cursor on; the same on every rank."""
 

@@ -19,7 +19,7 @@ from lockstep.data.batches import (
     Shipping,
     length_of,
 )
-from lockstep.data.cursor import Cursor
+from lockstep.data.cursor import Cursor, LoaderState
 from lockstep.data.order import EpochOrder, digest_of, draw_order, epoch_order, sequential_order
 from lockstep.data.seeding import preserved_generators
 from lockstep.data.source import Shardable
@@ -103,19 +103,20 @@ class Epochs:
         """The number of batches of the epoch that was begun last, once all of them are drawn; None: not known."""
         return None if self._now is None else self._now.count
 
-    def sampler_state(self, *, in_epoch: bool) -> Any:
-        """Return the state of a batch sampler that has one, in JSON types; the same on all ranks.
+    def state(self, *, in_epoch: bool) -> dict[str, Any]:
+        """Return what is kept in a :class:`~lockstep.data.cursor.LoaderState`: the state of a batch sampler that has
+        one; the same on all ranks.
 
         Args:
             in_epoch: before the epoch that was begun last; else after it.
         """
         if self._now is None:
-            return self._pending
-        return self._now.before if in_epoch else self._now.after
+            return {"sampler": self._pending}
+        return {"sampler": self._now.before if in_epoch else self._now.after}
 
-    def load(self, state: Any) -> None:
-        """Put the batch sampler into a saved state before the next epoch."""
-        self._now, self._pending = None, state
+    def load(self, saved: LoaderState) -> None:
+        """Put the batch sampler into its saved state before the next epoch."""
+        self._now, self._pending = None, saved.sampler
 
     def _begin_drawing(self, cursor: Cursor, *, seed: int, drawn: str | None) -> DrawnBatches:
         source, shipping = self._source, self._shipping

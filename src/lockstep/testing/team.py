@@ -180,7 +180,8 @@ class Team:
             if not name.startswith("init_main")  # pytest's own program is none of the ranks'
         } | {"dir": os.getcwd()}
         with Parcel(preparation, call.function, call.args, returned, output=output) as parcel:
-            fork = attempt.fork(rank, {"kind": "call", "shared_tracker": parcel.tracker is not None})
+            job = {"kind": "call", "shared_tracker": parcel.tracker is not None, "brief": True}
+            fork = attempt.fork(rank, job)
             env = changed | fork.env | dict(call.env)
             self._zygote.fork(replace(fork, env=env), parcel.descriptors())
 

@@ -47,7 +47,8 @@ class Task:
     #: Variable -> its value; None unsets it.
     env: dict[str, str | None]
     #: What it runs: ``{"kind": "script" | "module", "target": …, "args": […]}``, ``{"kind": "call", …}`` or
-    #: ``{"kind": "rendezvous", "options": …}``. ``"logged": True``: files among ``fds`` are the rank's log.
+    #: ``{"kind": "rendezvous", "options": …}``. ``"logged": True``: files among ``fds`` are the rank's log;
+    #: ``"brief": True``: it ends without taking its memory apart.
     job: dict[str, Any]
     #: Standard input, output and error, then the descriptors that the job needs; None: they stay as they are.
     fds: list[int]
@@ -59,9 +60,20 @@ class Task:
 
 def live(task: Task) -> NoReturn:
     """Run the task, and end through Python's own finalization: threads, atexit functions, buffers."""
+    brief = task.job.get("brief", False)
+    if brief:
+        processes.leave_finalizers_to_the_kernel()
     _become(task)
-    _run(lambda: _bound(task), task.rank, silent=task.job["kind"] == "call", shared=task.job.get("shared", False))
-    raise SystemExit(0)
+    code = 0
+    try:
+        _run(lambda: _bound(task), task.rank, silent=task.job["kind"] == "call", shared=task.job.get("shared", False))
+    except SystemExit as stop:
+        if not brief:
+            raise
+        code = _exit_code(stop)
+    if brief:
+        processes.end_and_leave_memory_to_the_kernel(code)
+    raise SystemExit(code)
 
 
 def _become(task: Task) -> None:

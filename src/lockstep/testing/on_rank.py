@@ -16,7 +16,6 @@ from _pytest.config import create_terminal_writer
 
 from lockstep import knobs, tracebacks
 from lockstep.launch.policy import is_echo
-from lockstep.testing.marks import RankCase
 
 if TYPE_CHECKING:
     import warnings
@@ -43,10 +42,8 @@ _REMEMBER = ("lfplugin", "nfplugin", "stepwiseplugin")
 class ItemOrder:
     """The test that the ranks are to run, and what their pytest is to know of the one that was started."""
 
-    nodeid: str
     #: As on pytest's command line: the file, and the names in it.
     argument: str
-    case: RankCase
     #: Fixture -> its pickled value, which the ranks have in common.
     shared: dict[str, bytes]
     #: pytest's options as they were parsed.

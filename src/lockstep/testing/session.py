@@ -123,14 +123,8 @@ class RanksSession:
     def run(self, item: pytest.Function, mark: RanksMark, case: RankCase) -> None:
         """Run a test on its ranks. Raises what pytest takes for a failed, skipped or expectedly failed test."""
         limit = mark.limit or self._limit
-        order = ItemOrder(
-            item.nodeid,
-            _argument(item),
-            case,
-            _pickled(item.funcargs, item.fixturenames),
-            self._parsed(),
-            self._worker(),
-        )
+        shared = _pickled(item.funcargs, item.fixturenames)
+        order = ItemOrder(_argument(item), shared, self._parsed(), getattr(self._config, "workerinput", None))
         call = RankCall(
             on_rank.run_item,
             (order,),
@@ -138,7 +132,7 @@ class RanksSession:
             limit=limit,
             is_failure=on_rank.is_failure,
             env={} if case.backend is None else {knobs.BACKEND: case.backend},
-            captured=self._config.getoption("capture") != "no",
+            captured=self._config.getoption("capture", "no") != "no",
         )
         before = leaks.shared_memory()
         try:
@@ -185,9 +179,6 @@ class RanksSession:
             }
             del self._options["file_or_dir"]
         return self._options
-
-    def _worker(self) -> dict[str, Any] | None:
-        return getattr(self._config, "workerinput", None)
 
 
 def _plugins(config: pytest.Config) -> list[str]:

@@ -180,7 +180,7 @@ class Team:
             if not name.startswith("init_main")  # pytest's own program is none of the ranks'
         } | {"dir": os.getcwd()}
         with Parcel(preparation, call.function, call.args, returned, output=output) as parcel:
-            fork = attempt.fork(rank, parcel.job)
+            fork = attempt.fork(rank, parcel.job | {"brief": True})
             env = changed | fork.env | dict(call.env)
             self._zygote.fork(replace(fork, env=env), parcel.descriptors())
 
@@ -241,6 +241,8 @@ class _CallUnderWay:
         self._team, self._attempt, self._call = team, attempt, call
         self._returned = [Returned() for _ in range(call.world_size)]
         self._output = [_Output() if call.captured else None for _ in range(call.world_size)]
+        #: The ranks that were asked for, the first ones.
+        self._forked = 0
         self._ended: dict[int, RankEnd] = {}
         self._where: dict[int, str] = {}
         self._stopped: Stopped | None = None
@@ -253,6 +255,7 @@ class _CallUnderWay:
                 output = self._output[rank]
                 fds = (1, 2) if output is None else output.descriptors
                 self._team.fork(self._attempt, self._call, rank, self._returned[rank], fds)
+                self._forked += 1
             self._wait()
             left = self._team.clear()
             return TeamResult(
@@ -269,13 +272,14 @@ class _CallUnderWay:
 
     @property
     def _alive(self) -> list[int]:
-        return list(self._attempt.policy.alive)
+        return [rank for rank in self._attempt.policy.alive if rank < self._forked]
 
     def _wait(self) -> None:
         """Wait until all ranks have ended: by themselves, or because they had to be."""
         hangs, states = self._attempt.hangs, self._attempt.policy.states
         limit = time.monotonic() + self._call.limit
-        follow, look = float("inf"), time.monotonic()
+        follow = sure = float("inf")
+        look = time.monotonic()
         while self._alive:
             now = time.monotonic()
             if now >= hangs.due:
@@ -283,12 +287,13 @@ class _CallUnderWay:
             if now >= look:
                 look = now + knobs.times().heartbeat
                 hangs.look(states, now, ask=lambda ranks, signum: self._team.signal(list(ranks), signum))
-            stuck = self._can_not_end()
-            if stuck or now >= min(limit, follow):
+            # On a busy machine a rank may only not have run for some seconds, so a hang has to last.
+            sure = min(sure, now + knobs.late()) if self._can_not_end() else float("inf")
+            if now >= min(limit, follow, sure):
                 failed = follow < float("inf")
                 self._stop(Stopped.LIMIT if now >= limit else Stopped.FAILURE if failed else Stopped.HANG)
                 return
-            if self._take(self._team.hear(min(limit, follow, look, hangs.due))):
+            if self._take(self._team.hear(min(limit, follow, sure, look, hangs.due))):
                 follow = min(follow, time.monotonic() + FOLLOWING)
 
     def _can_not_end(self) -> bool:

@@ -195,6 +195,13 @@ def test_a_rank_that_dies_is_named_and_ends_the_others(source: str, said: str) -
 
 
 @pytest.mark.usefixtures("bare")
+def test_the_last_words_of_a_rank_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    with _ranks() as ranks, pytest.raises(lockstep.RankFailed, match="killed by signal 9"):
+        ranks.run("print('last words')\nos.kill(os.getpid(), 9)")
+    assert capfd.readouterr().out == "last words\n"
+
+
+@pytest.mark.usefixtures("bare")
 def test_a_death_between_cells_is_noticed_before_the_next() -> None:
     with _ranks() as ranks:
         os.kill(ranks.pids()[1], signal.SIGKILL)

@@ -195,6 +195,13 @@ def test_a_rank_that_dies_is_named_and_ends_the_others(source: str, said: str) -
 
 
 @pytest.mark.usefixtures("bare")
+def test_the_last_words_of_a_rank_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    with _ranks() as ranks, pytest.raises(lockstep.RankFailed, match="killed by signal 9"):
+        ranks.run("print('last words')\nos.kill(os.getpid(), 9)")
+    assert capfd.readouterr().out == "last words\n"
+
+
+@pytest.mark.usefixtures("bare")
 def test_a_death_between_cells_is_noticed_before_the_next() -> None:
     with _ranks() as ranks:
         os.kill(ranks.pids()[1], signal.SIGKILL)
@@ -347,13 +354,22 @@ def test_a_rank_at_the_end_of_a_cell_is_not_late(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("warm_zygote")
-def test_over_gloo_a_wait_that_cannot_be_freed_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_gloo_a_wait_that_cannot_be_freed_ends_the_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(knobs.TIMES, "0.2,parting=1")
     monkeypatch.setenv(knobs.BACKEND, "gloo")
+    flag = str(tmp_path / "flag")
+    source = f"""
+        pid = of_all(os.getpid())[1]
+        if world.rank == 1:
+            open({flag!r}, "w").close()
+            dist.barrier()
+        while not os.path.exists({flag!r}) or open(f"/proc/{{pid}}/stat").read().rpartition(") ")[2][0] != "S":
+            pass  # until rank 1 sleeps in the barrier
+        print("now", flush=True)
+        time.sleep(1000)
+    """
     with _ranks(first=TRAINING) as ranks:
-        error = ranks.interrupted(
-            "print('now', flush=True)\nif world.rank == 1: dist.barrier()\nelse: time.sleep(1000)"
-        )
+        error = ranks.interrupted(source)
         assert isinstance(error, lockstep.RankFailed)
         assert "rank 1 did not stop when the cell was interrupted" in str(error)
 

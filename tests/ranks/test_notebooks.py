@@ -86,13 +86,13 @@ def test_cells_run_on_ranks_that_live_on(tmp_path: Path) -> None:
 
 
 def test_a_hundred_cells_leave_nothing_in_the_kernel(tmp_path: Path) -> None:
-    held = "import os, threading\nlen(os.listdir('/proc/self/fd')), threading.active_count()"
+    held = "import os, threading\nlen(os.listdir('/proc/self/fd')) + threading.active_count()"
     run = "get_ipython().run_cell_magic('ranks', '', 'print(1)\\n[2]')"
-    _, _, _, before, _, after = execute(
+    found = execute(
         [
             "%load_ext lockstep",
             "%%ranks -n 2\nx = 1",
-            f"for _ in range(5): assert {run} == [2]",  # what the first cells open stays open: IPython's history, say
+            f"for _ in range(5): assert {run} == [2]",  # what the first cells open stays open
             held,
             f"for _ in range(100): assert {run} == [2]",
             held,
@@ -100,7 +100,9 @@ def test_a_hundred_cells_leave_nothing_in_the_kernel(tmp_path: Path) -> None:
         cwd=tmp_path,
         **{knobs.PRELOAD: ""},
     )
-    assert (before.ok, before.value) == (True, after.value)
+    assert all(each.ok for each in found)
+    # A kernel opens and closes files of its own all the time; a hundred cells that left one each would be a hundred.
+    assert int(found[5].value or "") < int(found[3].value or "") + 10
 
 
 @pytest.mark.parametrize("how", ["kill", "restart", "shutdown"])

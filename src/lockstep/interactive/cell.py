@@ -133,6 +133,8 @@ class RunningCell:
         if self._pool.is_dead and self._stage is not _CellStage.DYING:
             self._stage = _CellStage.DYING
             self._pool.end_all(now)
+        if self._pool.has_ended:
+            heard += self._pool.drain()  # before the pipes are closed
         self._act(now)
         if self.is_over:
             heard += self._pool.drain()
@@ -184,10 +186,9 @@ class RunningCell:
     def _renew(self, now: float) -> None:
         failed = [f"rank {rank}: {done.error}" for rank, done in sorted(self._done.items()) if done.error]
         if failed or now > self._renew_by:
-            missing = which_ranks([rank for rank in self._pool.ranks if rank not in self._done])
-            why = "\n".join(failed) or f"{missing} did not answer within {_RENEWING:g} s"
-            self._pool.give_up(f"the ranks could not begin their process group anew:\n{why}", now)
-            self._stage = _CellStage.DYING
+            missing = [rank for rank in self._pool.ranks if rank not in self._done or self._done[rank].error]
+            why = "\n".join(failed) or f"{which_ranks(missing)} did not answer within {_RENEWING:g} s"
+            self._give_up(missing, f"the ranks could not begin their process group anew:\n{why}", now)
             return
         if len(self._done) < len(self._pool.ranks):
             return
@@ -250,8 +251,12 @@ class RunningCell:
             self._free_those(self._running, "the cell was interrupted")
             self._next_way = now + knobs.times().parting
             return
-        self._pool.give_up(f"{which_ranks(self._running)} did not stop when the cell was interrupted", now)
-        self._stage, self._next_way = _CellStage.DYING, None
+        self._give_up(self._running, f"{which_ranks(self._running)} did not stop when the cell was interrupted", now)
+
+    def _give_up(self, ranks: list[int], why: str, now: float) -> None:
+        """End all ranks, for the sake of some of them."""
+        self._pool.give_up(why, rank=ranks[0], now=now)
+        self._stage = _CellStage.DYING
 
     def _ask_running(self, request: object) -> None:
         for rank in self._running:
@@ -263,14 +268,15 @@ class RunningCell:
         """Free the ranks that wait for one which is not in the cell any more: Note [Ranks that nobody will meet]."""
         if self._free_by is not None and now > self._free_by:
             reason = next(iter(self._freed.values()))
-            self._pool.give_up(f"{reason}. {which_ranks(self._running)} can't be freed over this backend", now)
-            self._stage = _CellStage.DYING
+            self._give_up(
+                self._running, f"{reason}. {which_ranks(self._running)} can't be freed over this backend", now
+            )
         if not self._ended or self._freed:
             return
         self._tell_of_the_rest(now)
         looks = {rank: self._pool.look(rank) for rank in self._running}
         for rank, look in looks.items():
-            if not look.waits:
+            if not look.mark.waiting:  # by itself: a device may have a long kernel of its own
                 self._waits.pop(rank, None)
             elif rank not in self._waits or self._waits[rank][0] != look.mark.serial:
                 self._waits[rank] = look.mark.serial, now
@@ -291,7 +297,7 @@ class RunningCell:
         self._notes.append(f"lockstep: {failed}; {which_ranks(self._running)} {still} it. Interrupt it to end it there")
 
     def _why_in_vain(self, waits_in: Mapping[int, str]) -> str:
-        places = "; ".join(f"rank {rank} in {place}" for rank, place in sorted(waits_in.items()))
+        places = "; ".join(f"rank {rank} in {place or 'a collective'}" for rank, place in sorted(waits_in.items()))
         verb = "waits" if len(waits_in) == 1 else "wait"
         waiting = f"{which_ranks(list(waits_in))} {verb} for all ranks ({places})"
         errors = self._errors
@@ -340,7 +346,7 @@ class RunningCell:
         return value
 
     def _failure(self, errors: dict[int, CellError]) -> CellFailed | CellInterrupted:
-        if self._asked:
+        if any(error.type == "KeyboardInterrupt" for error in errors.values()) and self._asked:
             rank = min(errors, key=lambda rank: (errors[rank].type != "KeyboardInterrupt", rank))
             return CellInterrupted(_headline(errors, rank, "was interrupted"), traceback=errors[rank].traceback)
         causes = {rank: error for rank, error in errors.items() if rank not in self._freed} or errors

@@ -41,7 +41,8 @@ class RankPool:
         self.channels: dict[int, Channel[Report]] = {}
         self._pipes: list[RankPipe] = []
         self._returned: list[Returned] = []
-        self._given_up = ""
+        #: Why all ranks were ended, and for the sake of which; empty: they were not.
+        self._given_up, self._culprit = "", 0
         self._closed = False
         self._calls = CalledRanks(["lockstep.InteractiveRanks"], nprocs, quiet=True)
         try:
@@ -143,9 +144,9 @@ class RankPool:
         if not self.is_closed:
             self._calls.launcher.apply(self._calls.launcher.policy.failed(now))
 
-    def give_up(self, why: str, now: float) -> None:
-        """End all ranks at once."""
-        self._given_up = why
+    def give_up(self, why: str, *, rank: int, now: float) -> None:
+        """End all ranks at once, for the sake of one."""
+        self._given_up, self._culprit = why, rank
         if not self.is_closed:
             launcher = self._calls.launcher
             launcher.apply(launcher.policy.failed(now))
@@ -157,7 +158,9 @@ class RankPool:
             left = [rank for rank, state in self._calls.launcher.policy.states.items() if state.exit_code == 0]
             self._calls.conclude()
             if self._given_up:
-                self._calls.error = RankFailed(f"{self._given_up}: all ranks were ended", rank=0, exit_code=137)
+                self._calls.error = RankFailed(
+                    f"{self._given_up}: all ranks were ended", rank=self._culprit, exit_code=128 + signal.SIGKILL
+                )
             elif self._calls.error is None:
                 text = f"{which_ranks(left)} left with exit code 0 in the middle of the cells; the others were ended"
                 self._calls.error = RankFailed(text, rank=left[0] if left else 0, exit_code=0)

@@ -153,6 +153,5 @@ def _silent() -> str:
 
 
 def test_a_wait_has_a_limit() -> None:
-    assert run_ranks(_silent, 2) == [
-        f"rank {rank}: no word has come within 0.05 s: it may be stuck, or slow" for rank in (0, 1)
-    ]
+    why = "it may be stuck or slow, or at another batch or call of the program than this rank"
+    assert run_ranks(_silent, 2) == [f"rank {rank}: no word has come within 0.05 s: {why}" for rank in (0, 1)]

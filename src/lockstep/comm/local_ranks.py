@@ -30,7 +30,7 @@ from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.hosts.grouping import Hosts, my_host
 from lockstep.comm.peers import Members
 from lockstep.errors import CollectiveTimeout, LockstepError, PeerLost, named
-from lockstep.job import fates, flight
+from lockstep.job import fates, files, flight
 from lockstep.job.messages import Channel
 
 Received = TypeVar("Received")
@@ -113,7 +113,10 @@ class RankLine(Generic[Received]):
         while (found := self.receive()) is None and self.is_open:
             left = limit - time.monotonic()
             if left <= 0 or not self._is_readable(left):
-                raise CollectiveTimeout(f"rank {self._here}: {what} within {seconds:g} s: it may be stuck, or slow")
+                raise CollectiveTimeout(
+                    f"rank {self._here}: {what} within {seconds:g} s: it may be stuck or slow, or at another batch or "
+                    f"call of the program than this rank{files.told()}"
+                )
         return found
 
     def close(self) -> None:

@@ -34,8 +34,6 @@ _PRELOAD = [
     "peft",
     "datasets",
     "webdataset",
-    "litdata",
-    "streaming",
 ]
 
 _ROWS: list[Row] = []

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 import lockstep
-from tests.backends import BOTH, EACH_BACKEND, OVER_BOTH
+from tests.backends import BOTH, EACH_BACKEND, OVER_ALL, OVER_BOTH
 from tests.harness import Outcome, collect_outcomes, run_ranks
 from tests.selection import each_value
 
@@ -82,7 +82,7 @@ def _train(lengths: tuple[int, ...], batch_size: int, workers: int, drop_last: b
     loader = _loader(
         Parts(lengths), batch_size, num_workers=workers, drop_last=drop_last, persistent_workers=workers > 0
     )
-    model = lockstep.replicate(_net())
+    model = lockstep.replicate(_net().to(world.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     epochs: list[list[list[list[float]]]] = []
     losses = []
@@ -95,6 +95,7 @@ def _train(lengths: tuple[int, ...], batch_size: int, workers: int, drop_last: b
             assert world.share is not None
             assert world.share.local_samples == len(targets)
             assert world.share.global_samples == world.all_reduce(len(targets))
+            assert inputs.device.type == world.device.type
             losses.append(world.mean(inputs[:, 0].mean()))
             epochs[-1].append(inputs.tolist())
             _step(model, optimizer, inputs, targets)
@@ -118,7 +119,7 @@ def _alone(batches: list[list[list[float]]]) -> dict[str, Any]:
     return {"weight": model.weight.tolist(), "means": means}
 
 
-@OVER_BOTH
+@OVER_ALL
 @pytest.mark.parametrize(
     ("world_size", "lengths", "workers", "drop_last"),
     [(1, (13,), 0, False), (2, (13, 4), 2, False), (3, UNEQUAL, 0, False), (3, (8, 7, 9), 0, True)],

@@ -60,7 +60,7 @@ _MOST, _BYTES = 16, 4 << 20
 Own = tuple[Fetched | None, int]
 
 
-class _Told(NamedTuple):
+class _PortionCounts(NamedTuple):
     """What a rank has told of a portion."""
 
     #: The most batches that its next portion may have.
@@ -210,7 +210,7 @@ class PartPass:
         with labelled("the numbers of samples of a stream's parts"):
             self._told = issue_gather(table, mine, group), table, mine
 
-    def _read(self, number: int) -> list[_Told]:
+    def _read(self, number: int) -> list[_PortionCounts]:
         """Return by rank what it has told of the batches from ``number`` on.
 
         Raises:
@@ -230,7 +230,7 @@ class PartPass:
                 "A rank has left its loop before the others, or skipped batches: decide this on all ranks together, "
                 "with world.any(stop)"
             )
-        return [_Told(most, samples) for _, _, _, most, *samples in rows]
+        return [_PortionCounts(most, samples) for _, _, _, most, *samples in rows]
 
     def _raise_together(self, own: OwnBatches) -> None:
         def attempt() -> None:

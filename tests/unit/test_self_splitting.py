@@ -68,7 +68,6 @@ def test_webdataset_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_litdata_and_mosaicml_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
     world = SimpleNamespace(rank=1, num_ranks=3)
-    base = SimpleNamespace(world=SimpleNamespace(World=SimpleNamespace(detect=lambda: world)))
     _library(monkeypatch, "litdata", StreamingDataset=Stream)
     assert split_of(Stream(distributed_env=SimpleNamespace(global_rank=1, world_size=3))) == (
         "litdata.StreamingDataset",
@@ -77,6 +76,21 @@ def test_litdata_and_mosaicml_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert _read(None, Stream(distributed_env=SimpleNamespace(global_rank=0, world_size=1))) is None, "made before init"
     monkeypatch.delitem(sys.modules, "litdata")
-    _library(monkeypatch, "streaming", StreamingDataset=Stream, base=base)
+    _library(monkeypatch, "streaming", StreamingDataset=Stream)
+    assert _read(None, Stream()) is None, "a module of the user's"
+    _library(monkeypatch, "streaming.base.world", World=SimpleNamespace(detect=lambda: world))
     assert _read(None, Stream()) == "streaming.StreamingDataset"
     assert split_of([1, 2]) is None
+
+
+def test_lancedb_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _library(monkeypatch, "lancedb.streaming", StreamingDataset=Stream)
+    assert _read(None, Stream(_rank=1, _world_size=3)) == "lancedb.streaming.StreamingDataset"
+    with pytest.raises(ValueError, match="for rank 0 of 2, and this is rank 1 of 3"):
+        _read(None, Stream(_rank=0, _world_size=2))
+
+
+@pytest.mark.parametrize("name", ["datasets", "webdataset", "streaming", "litdata", "lancedb.streaming"])
+def test_a_module_of_the_users_may_have_a_librarys_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    _library(monkeypatch, name)
+    assert _read(None, Stream()) is None

@@ -67,32 +67,40 @@ def split_of(dataset: object) -> SplitByRank | None:
     return None
 
 
+def _is_of(library: Any, name: str, dataset: object) -> bool:
+    """Return whether a dataset is of a library's class; False where a module of the user's has the library's name."""
+    kind = getattr(library, name, None)
+    return isinstance(kind, type) and isinstance(dataset, kind)
+
+
 def _by_hugging_face(library: Any, dataset: Any) -> SplitByRank | None:
-    split = getattr(dataset, "_distributed", None) if isinstance(dataset, library.IterableDataset) else None
+    split = getattr(dataset, "_distributed", None) if _is_of(library, "IterableDataset", dataset) else None
     return None if split is None else SplitByRank("datasets.split_dataset_by_node", split.rank, split.world_size)
 
 
 def _by_webdataset(library: Any, dataset: Any) -> SplitByRank | None:
-    stages = dataset.pipeline if isinstance(dataset, library.DataPipeline) else []
-    return SplitByRank("webdataset.split_by_node") if library.split_by_node in stages else None
+    if not _is_of(library, "DataPipeline", dataset) or library.split_by_node not in dataset.pipeline:
+        return None
+    return SplitByRank("webdataset.split_by_node")
 
 
 def _by_streaming(library: Any, dataset: Any) -> SplitByRank | None:
-    if not isinstance(dataset, library.StreamingDataset):
+    asked = sys.modules.get("streaming.base.world")
+    if asked is None or not _is_of(library, "StreamingDataset", dataset):
         return None
-    world = library.base.world.World.detect()  # as the dataset itself does when it is read
+    world = asked.World.detect()  # as the dataset itself does when it is read
     return SplitByRank("streaming.StreamingDataset", world.rank, world.num_ranks)
 
 
 def _by_litdata(library: Any, dataset: Any) -> SplitByRank | None:
-    if not isinstance(dataset, library.StreamingDataset):
+    if not _is_of(library, "StreamingDataset", dataset):
         return None
     world = dataset.distributed_env  # as it was found when the dataset was made
     return SplitByRank("litdata.StreamingDataset", world.global_rank, world.world_size)
 
 
 def _by_lancedb(library: Any, dataset: Any) -> SplitByRank | None:
-    if not isinstance(dataset, library.StreamingDataset):
+    if not _is_of(library, "StreamingDataset", dataset):
         return None
     return SplitByRank("lancedb.streaming.StreamingDataset", dataset._rank, dataset._world_size)
 

@@ -68,7 +68,9 @@ class Shardable:
         Raises:
             TypeError, ValueError: it is none of the words, or the dataset is no stream, or is split for other ranks.
         """
-        if said is not None and self.order != "stream":
+        if self.order != "stream":
+            if said is None:
+                return self
             raise ValueError(
                 f"stream={said!r}: the dataset {type(self.loader.dataset).__name__} is no stream (IterableDataset): "
                 "leave it out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
 from lockstep.data.contents import can_be_random
-from lockstep.data.seeding import preserved_generators, seed_generators
+from lockstep.data.seeding import preserved_generators, seed_generators, without_drawing
 
 
 def _draw() -> tuple[float, float, float, float]:
@@ -48,6 +49,29 @@ def test_generators_are_put_back_even_after_an_error() -> None:
 class _Anything(Dataset[int]):
     def __len__(self) -> int:
         return 3
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: torch.rand(()), lambda: random.random(), lambda: np.random.rand(), lambda: np.random.standard_normal()],
+    ids=["torch", "Python", "NumPy", "NumPy, a second number that is kept"],
+)
+def test_what_is_drawn_for_an_item_is_noticed_and_for_the_end(draw: Callable[[], object]) -> None:
+    def items() -> Iterator[str]:
+        yield "drawn for nobody"
+        draw()
+        yield "drawn"
+        yield "not drawn"
+        draw()
+
+    with preserved_generators():
+        seed_generators(3)
+        np.random.standard_normal()  # of each second one NumPy has the next in hand
+        found = []
+        for item, has_drawn in without_drawing(items()):
+            found.append((item, has_drawn))
+            random.random()  # by whoever takes the items
+    assert found == [("drawn for nobody", False), ("drawn", True), ("not drawn", False), (None, True)]
 
 
 def test_only_known_datasets_are_trusted_not_to_be_random() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
 from torch.utils.data import default_collate
 
 from lockstep.data.contents import fingerprint
-from lockstep.data.fetch import nothing_of
+from lockstep.data.fetch import Fetched, naming_dead_workers, nothing_of
+from lockstep.errors import PeerLost
 from lockstep.trees import leaves, map_leaves, to_device
 
 
@@ -100,3 +103,20 @@ def test_fingerprints_tell_contents_apart() -> None:
     ]
     assert len({fingerprint(other) for other in [batch, *different]}) == 6
     assert fingerprint([object()]) == fingerprint([object()]), "addresses must not count"
+
+
+def test_only_of_a_lost_worker_its_death_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("lockstep.data.fetch.time.sleep", waited.append)
+
+    def failing(error: Exception) -> Iterator[Fetched]:
+        yield Fetched(None, 1, 1)
+        raise error
+
+    for error in (PeerLost("rank 0 is gone"), ValueError("bad sample")):
+        with pytest.raises(type(error)):
+            list(naming_dead_workers(failing(error)))
+        assert not waited
+    with pytest.raises(ConnectionResetError):
+        list(naming_dead_workers(failing(ConnectionResetError())))
+    assert sum(waited) == pytest.approx(2)

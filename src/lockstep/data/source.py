@@ -111,7 +111,7 @@ class Shardable:
 
     @property
     def is_read_whole(self) -> bool:
-        """True if every rank reads all samples of a stream."""
+        """True for a stream that has all samples on every rank."""
         return self.order == "stream" and self.split_by is None
 
     @property

@@ -101,6 +101,7 @@ def test_tests_run_on_their_ranks(run: Run) -> None:
 
 _FAILURES = """
 import os
+import signal
 import sys
 import warnings
 import pytest
@@ -131,6 +132,10 @@ def test_dies(world):
         os._exit(7)
     dist.barrier()
 
+@pytest.mark.ranks(1)
+def test_crashes(world):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
 @pytest.mark.ranks(2)
 def test_leaves(world):
     sys.exit("gone")
@@ -157,7 +162,7 @@ def test_warns(world):
 
 def test_failures_are_told_by_rank(run: Run) -> None:
     result = run(_FAILURES, "-vv")
-    result.assert_outcomes(failed=8, passed=1, warnings=2)
+    result.assert_outcomes(failed=9, passed=1, warnings=2)
     result.stdout.fnmatch_lines_random(
         [
             "--- ranks 0 and 1 of 3",
@@ -173,6 +178,10 @@ def test_failures_are_told_by_rank(run: Run) -> None:
             "--- rank 0 of 2, as a consequence",
             "*PeerLost: rank 0 waits in barrier * for rank 1, which ended*",
             "--- rank 1 of 2 ended with exit code 7 in the test",
+            "--- rank 0 of 1 was killed by signal 11 (SIGSEGV) in the test",
+            "*Captured stderr of rank 0 call*",
+            "Fatal Python error: Segmentation fault",
+            "*test_it.py*line * in test_crashes",
             "E       SystemExit: gone",
             "the test was not run to its end on this rank (pytest's exit code there is 2)*",
             "--- rank 1 of 2 skipped the test (only one), and the others did not",

@@ -11,7 +11,13 @@ PYTHONS := 3.10 3.11 3.12 3.13 3.14
 # "make ecosystem" has an environment for each torch it is run with.
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 ECOSYSTEM := .venv-ecosystem/torch-$(TORCH)
-LIBRARIES := accelerate datasets lightning mlflow-skinny peft tensorboard timm torchmetrics transformers webdataset
+LIBRARIES := accelerate datasets lancedb lightning litdata mlflow-skinny peft tensorboard timm torchmetrics transformers webdataset
+# They ask for older versions of NumPy, transformers and xxhash than those that are tested, and run with these.
+AS_THEY_ARE := mosaicml-streaming brotli catalogue cramjam python-snappy zstd
+
+# "make gpu" needs a build of torch for the GPUs, which a plain one is for NVIDIA's (several gigabytes). For AMD's:
+# GPU_TORCH='torch torchvision --index-url https://download.pytorch.org/whl/rocm…'
+GPU_TORCH ?= torch==$(shell sed -n 's/^torch==//p' constraints.txt) torchvision
 
 # Ray brings half a gigabyte, so "make schedulers" has an environment of its own.
 SCHEDULERS := .venv-schedulers
@@ -37,7 +43,7 @@ NEED_GPUS := grep -lrE --include='test_*.py' 'mark\.gpu|ON_GPUS|OVER_ALL|on_gpus
 COMPILER := tests/ranks/test_compiled.py tests/unit/test_torch.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test simulated quick check format faults ecosystem schedulers tasks bench newest oldest pythons wheel house docs clean
+.PHONY: help demo test simulated gpu quick check format faults ecosystem schedulers tasks bench newest oldest pythons wheel house docs clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */make \1\t/' | expand -t 16
@@ -50,6 +56,10 @@ test: $(READY)  ## all tests (in four processes, two of which mostly wait; WORKE
 
 simulated: $(READY)  ## the tests that need GPUs, on simulated ones (tests/device), which the first run compiles
 	$(SIMULATED) -n 2 -m "gpu and not campaign" $$($(NEED_GPUS))
+
+gpu:  ## on a machine with GPUs: the tests that need some, a benchmark, and a record of both to send (ten minutes)
+	$(call environment,.venv-gpu,$(PYTHON),$(GPU_TORCH))
+	.venv-gpu/bin/python -m scripts.gpu_record
 
 quick: $(READY)  ## the tests to run after each edit: nearly all without processes and some with
 	$(BIN)/$(TESTS) -n 2 -q $(QUICK) $(addprefix --ignore=,$(QUICK_WITHOUT))
@@ -100,6 +110,7 @@ bench: $(READY)  ## measure launch and step times against torch (some minutes; n
 	$(BIN)/python -m benchmarks.compare
 	$(BIN)/python -m benchmarks.slices
 	$(BIN)/python -m benchmarks.costs
+	$(BIN)/python -m benchmarks.loader
 	$(BIN)/python -m benchmarks.streams
 	$(BIN)/python -m benchmarks.collectives
 	$(BIN)/python -m benchmarks.data_parallel
@@ -153,6 +164,7 @@ $(ECOSYSTEM)/.ready: pyproject.toml constraints.txt tests/ecosystem/constraints.
 	echo torch==$(TORCH) >> $(ECOSYSTEM)/constraints.txt
 	$(ECOSYSTEM)/bin/python -m pip install --quiet --constraint $(ECOSYSTEM)/constraints.txt torch  # first: all else takes it as it is
 	$(ECOSYSTEM)/bin/python -m pip install --quiet --constraint $(ECOSYSTEM)/constraints.txt --editable '.[demo]' $(LIBRARIES) pytest pytest-timeout
+	$(ECOSYSTEM)/bin/python -m pip install --quiet --constraint $(ECOSYSTEM)/constraints.txt --no-deps $(AS_THEY_ARE)
 	touch $@
 
 $(TASKS)/%/.ready: tests/ecosystem/constraints.txt

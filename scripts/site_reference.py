@@ -56,6 +56,13 @@ GROUPS = (
         "lockstep.launch.spawn.SpawnContext",
     ),
     Group(
+        "notebooks",
+        "Notebooks",
+        "Ranks that live on and run cells. See :doc:`notebooks </notebooks>`.",
+        "InteractiveRanks load_ipython_extension unload_ipython_extension",
+        "lockstep.interactive.cell.RunningCell lockstep.interactive.cell.RemoteValue",
+    ),
+    Group(
         "replicas",
         "Replicas and gradients",
         "Models that are the same on every rank, and gradients that are averaged over them. "
@@ -93,7 +100,8 @@ GROUPS = (
         "Wrong arguments are :exc:`ValueError` or :exc:`TypeError`, as everywhere in Python. "
         "Everything else that lockstep itself reports is a :exc:`LockstepError`.",
         "LockstepError EnvironmentMismatch RendezvousError CollectiveTimeout CollectiveMismatch PeerLost "
-        "ReplicaMismatch NonFiniteGradient LaunchError RankFailed CheckpointError CheckpointCorrupt CheckpointMismatch",
+        "ReplicaMismatch NonFiniteGradient LaunchError RankFailed CellFailed CellInterrupted CheckpointError "
+        "CheckpointCorrupt CheckpointMismatch",
     ),
 )
 

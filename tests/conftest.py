@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from functools import cache
 from multiprocessing import resource_tracker
@@ -21,6 +20,8 @@ from _pytest.config import create_terminal_writer
 
 import tests.site.sitecustomize  # noqa: F401  (makes torchvision loadable here; subprocesses get it by PYTHONPATH)
 from lockstep import knobs
+from lockstep.launch import channel
+from lockstep.testing import leaks
 from tests import launching, warm
 from tests.device import simulation, start
 
@@ -79,16 +80,19 @@ _OF_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 #: Seconds that a thread has for its end after the test's.
 _ENDING = 5.0
-#: How the files in /dev/shm are called that torch, Python, OpenMP and MPI make, of which tests and jobs may leave some.
-#: Those of other programs on the machine come and go as they like.
-_MADE_HERE = re.compile(r"torch_|psm_|sem\.mp-|__KMP_REGISTERED_LIB_|mpich|lockstep")
 #: Seconds in which others' shared memory is known as theirs, or removed: their tests kill jobs and look what stays.
 _OTHERS = 120.0
 
 
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaks an environment variable, a thread, a child process, a descriptor or a shared segment."""
+    """Fail a test that leaks an environment variable, a thread, a child process, a descriptor or a shared segment.
+
+    Of a test with the mark ``ranks`` the processes and segments that its ranks leave are found by the mark itself.
+    """
+    if knobs.rank_process() is not None:  # this is such a rank, and goes after the test
+        yield
+        return
     before = _possessions()
     launching.test_ends = time.monotonic() + _seconds_of(request)
     yield
@@ -96,11 +100,30 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         if thread.name not in before["threads"]:
             thread.join(_ENDING)
     after = _possessions()
-    leaks = {kind: after[kind] - before[kind] for kind in before if after[kind] - before[kind]}
-    if "shared memory" in leaks:
-        leaks["shared memory"] = _left(leaks["shared memory"])
-    if any(leaks.values()):
-        pytest.fail(f"{request.node.nodeid} leaked: {leaks}")
+    leaked = {kind: after[kind] - before[kind] for kind in before if after[kind] - before[kind]}
+    if "shared memory" in leaked:
+        there = frozenset(before["shared memory"])
+        leaked["shared memory"] = set(leaks.left_since(there, is_ours=_is_ours, patience=_OTHERS))
+    if any(leaked.values()):
+        pytest.fail(f"{request.node.nodeid} leaked: {leaked}")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Have the ranks of tests with the mark ``ranks`` forked from the session's warm process."""
+    cold = channel.start_zygote
+    if pyfuncitem.get_closest_marker("ranks") is not None:
+        channel.start_zygote = warm.start_zygote
+    try:
+        return (yield)
+    finally:
+        channel.start_zygote = cold
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """See that the process has ended which has forked them."""
+    warm.wait_for_zygotes(launching.LIMIT)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -189,33 +212,14 @@ def _possessions() -> dict[str, set[str]]:
         "threads": {thread.name for thread in threading.enumerate()},
         "children": _children(),
         "descriptors": _descriptors(),
-        "shared memory": {name for name in os.listdir("/dev/shm") if _MADE_HERE.match(name)},
+        "shared memory": set(leaks.shared_memory()),
     }
 
 
-def _left(files: set[str]) -> set[str]:
-    """Those of ``files`` in /dev/shm that are there for good, and nobody else's.
-
-    The folder is the whole machine's, and half of the tests may run in a process beside this one. What others have just
-    made they will have mapped, or removed, in a moment.
-    """
-    deadline = time.monotonic() + _OTHERS
-    while True:
-        files = (files - _of_others()) & set(os.listdir("/dev/shm"))
-        if not files or time.monotonic() > deadline:
-            return files
-        time.sleep(0.01)
-
-
-def _of_others() -> set[str]:
-    """Files in /dev/shm that living processes of other programs have mapped."""
-    mark, found = f"{_MARK}={os.getpid()}".encode(), set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is another user's
-            if mark not in (process / "environ").read_bytes().split(b"\0") and process.name != str(os.getpid()):
-                lines = (process / "maps").read_text().splitlines()
-                found |= {line.rpartition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line}
-    return found
+def _is_ours(pid: int) -> bool:
+    """Whether a process was started by these tests, however it is orphaned."""
+    mark = f"{_MARK}={os.getpid()}".encode()
+    return pid == os.getpid() or mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 def _children() -> set[str]:

@@ -75,6 +75,8 @@ _PRELOAD = [
     "lockstep.launch.hosts",
     "lockstep.launch.run",
     "lockstep.launch.spawn",
+    "lockstep.testing.on_rank",
+    "lockstep.testing.plugin",
     "lockstep.progress",
     "lockstep.data.loader",
     "lockstep.tools.verify.runs",
@@ -164,6 +166,23 @@ class Zygote(_Forked):
     def __init__(self, argv: Sequence[str], control: int, env: Mapping[str, str]) -> None:
         with open(os.devnull) as nothing:
             super().__init__({"zygote": _order(argv, env)}, [nothing.fileno(), 1, 2, control])
+
+
+#: The zygotes that :func:`start_zygote` has started, and that were not waited for.
+_zygotes: list[Zygote] = []
+
+
+def start_zygote(argv: list[str], control: int, env: dict[str, str]) -> int:
+    """Start a zygote that need not import torch; takes the place of ``lockstep.launch.channel.start_zygote``."""
+    _zygotes.append(Zygote(argv, control, env))
+    return _zygotes[-1].pid
+
+
+def wait_for_zygotes(limit: float) -> list[int]:
+    """Wait for the end of all zygotes that were started so, and return their exit codes."""
+    codes = [zygote.wait(limit) for zygote in _zygotes]
+    _zygotes.clear()
+    return codes
 
 
 class Process(_Forked):
@@ -332,6 +351,13 @@ _MADV_COLLAPSE = 25
 
 _lock = threading.Lock()
 _server: Server | None = None
+
+
+def join(path: str) -> None:
+    """Have programs here started by the server of another process of the tests, which listens at ``path``."""
+    global _server
+    _server = Server.__new__(Server)
+    _server.path = path
 
 
 def server() -> Server:

@@ -33,6 +33,8 @@ from lockstep.ddp.norms import grad_norms as grad_norms
 from lockstep.ddp.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
 from lockstep.ddp.sync_batchnorm import convert_sync_batchnorm as convert_sync_batchnorm
 from lockstep.ddp.wrapper import DistributedDataParallel as DistributedDataParallel
+from lockstep.errors import CellFailed as CellFailed
+from lockstep.errors import CellInterrupted as CellInterrupted
 from lockstep.errors import CheckpointCorrupt as CheckpointCorrupt
 from lockstep.errors import CheckpointError as CheckpointError
 from lockstep.errors import CheckpointMismatch as CheckpointMismatch
@@ -46,6 +48,9 @@ from lockstep.errors import PeerLost as PeerLost
 from lockstep.errors import RankFailed as RankFailed
 from lockstep.errors import RendezvousError as RendezvousError
 from lockstep.errors import ReplicaMismatch as ReplicaMismatch
+from lockstep.interactive.extension import load_ipython_extension as load_ipython_extension
+from lockstep.interactive.extension import unload_ipython_extension as unload_ipython_extension
+from lockstep.interactive.ranks import InteractiveRanks as InteractiveRanks
 from lockstep.job.flight import expect_slow as expect_slow
 from lockstep.launch.spawn import spawn as spawn
 from lockstep.metrics.api import Log as Log

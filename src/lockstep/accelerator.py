@@ -28,8 +28,10 @@ import torch.distributed as dist
 
 CPU = torch.device("cpu")
 
-#: Kind -> the variable by which its driver hides devices from a process. These are the drivers' names.
-_HIDING = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+#: Kind -> the variables by which its driver hides devices from a process. These are the drivers' names.
+_HIDING = {"cuda": ("CUDA_VISIBLE_DEVICES",), "npu": ("ASCEND_RT_VISIBLE_DEVICES",), "xpu": ("ZE_AFFINITY_MASK",)}
+#: AMD's, whose GPUs are of the kind "cuda" as well.
+_HIDING_ROCM = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 
 # Which one there is ---------------------------------------------------------------------------------------------------
@@ -77,9 +79,9 @@ def noun(of: str) -> str:
     return "GPU" if of == "cuda" else f"{title(of)} device"
 
 
-def hiding_variable(of: str) -> str | None:
-    """Return the environment variable by which devices of a kind are hidden from a process; None if none is known."""
-    return _HIDING.get(of)
+def hiding_variables(of: str) -> tuple[str, ...]:
+    """Return the environment variables by which devices of a kind are hidden from a process; none if none is known."""
+    return _HIDING_ROCM if of == "cuda" and torch.version.hip else _HIDING.get(of, ())
 
 
 # Collectives ----------------------------------------------------------------------------------------------------------
@@ -310,6 +312,18 @@ def properties(device: torch.device) -> Any:
     """
     told = getattr(torch.get_device_module(device), "get_device_properties", None)
     return None if told is None else told(device)
+
+
+def identity(device: torch.device) -> str | None:
+    """Return words that tell ``device``, an accelerator, from all others of its machine, whatever index it has in which
+    process: its UUID and its place on the PCI bus. None if its module tells neither."""
+    told = properties(device)
+    uuid = str(getattr(told, "uuid", None) or "")
+    place: list[Any] = [getattr(told, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    found = [uuid] if uuid.strip("0-") else []  # some drivers have no numbers for their devices
+    if None not in place:
+        found.append("PCI {:04x}:{:02x}:{:02x}".format(*place))
+    return ", ".join(found) or None
 
 
 def name_of(device: torch.device) -> str:

@@ -12,11 +12,13 @@
     ├── NonFiniteGradient          a rank holds an infinite or NaN gradient before averaging
     ├── LaunchError                a job could not be started
     │   └── RankFailed             a rank ended with an error; it carries the rank and its traceback
+    ├── CellFailed                 a cell ended with an error on some rank, and the ranks live on
     └── CheckpointError            a checkpoint can't be written or used
         ├── CheckpointCorrupt      a digest, a size or the manifest does not match
         └── CheckpointMismatch     the checkpoint is of another model, optimizer or world
 
-Wrong arguments are ``ValueError`` or ``TypeError``, as everywhere in Python.
+Wrong arguments are ``ValueError`` or ``TypeError``, as everywhere in Python; a cell that a user interrupts ends by a
+``KeyboardInterrupt`` (:class:`CellInterrupted`).
 """
 
 from __future__ import annotations
@@ -94,6 +96,28 @@ class RankFailed(LaunchError):
         self.traceback = traceback
 
 
+class CellFailed(LockstepError):
+    """A cell ended with an error on some rank; the ranks live on, with their variables."""
+
+    code = "cell-failed"
+
+    def __init__(self, message: str, *, rank: int, errors: dict[int, str]) -> None:
+        super().__init__(message)
+        #: The rank whose error came first.
+        self.rank = rank
+        #: Rank -> its own traceback, for all ranks that raised an error.
+        self.errors = errors
+
+
+class CellInterrupted(KeyboardInterrupt):
+    """A cell was interrupted on its ranks, which live on, with their variables."""
+
+    def __init__(self, message: str, *, traceback: str) -> None:
+        super().__init__(message)
+        #: Where the first rank that was interrupted was: its own traceback.
+        self.traceback = traceback
+
+
 class CheckpointError(LockstepError):
     """A checkpoint can't be written or used."""
 
@@ -139,3 +163,4 @@ def named(error: BaseException) -> str:
 
 for _error in [each for each in vars().values() if isinstance(each, type) and issubclass(each, LockstepError)]:
     _error.__module__ = "lockstep"  # tracebacks show the name that users import
+CellInterrupted.__module__ = "lockstep"

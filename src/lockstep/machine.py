@@ -41,22 +41,60 @@ def share_of_cores(ranks: int) -> int:
     return max(1, cores() // ranks)
 
 
-def gpus(env: Mapping[str, str] = os.environ) -> int:
-    """Count the NVIDIA GPUs this process may use, from the driver's device files and ``CUDA_VISIBLE_DEVICES``.
+def gpus(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
+    """Count the GPUs of NVIDIA or AMD this process may use, from the driver's files and the variables that hide them.
 
     The driver is not opened, so counting costs nothing in the launcher.
+
+    Args:
+        env: the process's variables.
+        root: the folder with ``/dev``, ``/proc`` and ``/sys``.
     """
-    present = len([name for name in _listdir("/dev") if re.fullmatch(r"nvidia\d+", name)])
+    cards = len([name for name in _listdir(root / "dev") if re.fullmatch(r"nvidia\d+", name)])
+    return _of_nvidia(cards, env, root) if cards else _of_amd(env, root)
+
+
+def _of_nvidia(cards: int, env: Mapping[str, str], root: Path) -> int:
+    """Count the devices that CUDA shows of so many cards.
+
+    Of cards that are cut into instances (MIG) it shows one instance, whatever the variable lists.
+    """
     visible = env.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    # CUDA stops reading at the first entry that is empty or negative: "0,-1,1" is one device.
+    entries = [str(card) for card in range(cards)] if visible is None else _listed(visible, cards)
+    cut = {gpu.name for gpu in (root / "proc/driver/nvidia/capabilities").glob("gpu*") if any(gpu.glob("mig/gi*"))}
+    if len(cut) >= cards or any(entry.startswith("MIG-") for entry in entries):
+        return min(1, len(entries))
+    return min(len(entries), cards)
+
+
+def _of_amd(env: Mapping[str, str], root: Path) -> int:
+    """Count the devices that HIP shows: those with a file of their own in ``/dev/dri``, and not hidden.
+
+    ``ROCR_VISIBLE_DEVICES`` hides from all of ROCm, and the others number what it leaves (AMD's "GPU isolation").
+    """
     count = 0
-    for entry in visible.split(","):
-        if not entry.strip() or entry.strip().startswith("-"):
+    for node in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
+        facts = dict(re.findall(r"^(\w+) (\d+)$", _proc.text(node), re.MULTILINE))
+        render = root / f"dev/dri/renderD{facts.get('drm_render_minor', '')}"
+        count += int(facts.get("simd_count", "0")) > 0 and render.exists()
+    for names in (("ROCR_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")):
+        visible = next((env[name] for name in names if name in env), None)
+        if visible is not None:
+            count = min(count, len(_listed(visible, count)))
+    return count
+
+
+def _listed(visible: str, count: int) -> list[str]:
+    """Return the devices in a list of visible ones: numbers below ``count``, and names.
+
+    Drivers stop reading at the first that is empty, negative or not there: of "0,-1,1" they show one.
+    """
+    found: list[str] = []
+    for entry in map(str.strip, visible.split(",")):
+        if not entry or entry.startswith("-") or (entry.isdecimal() and int(entry) >= count):
             break
-        count += 1
-    return min(count, present)
+        found.append(entry)
+    return found
 
 
 def processor() -> str:
@@ -79,7 +117,7 @@ def cpu_quota() -> float | None:
     return float(quota) / float(period)
 
 
-def _listdir(folder: str) -> list[str]:
+def _listdir(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)
     except OSError:

@@ -44,6 +44,14 @@ class Times:
     #: The time within which ranks that are asked to save mostly reach a step; then a late one is reported.
     to_a_step: float = _pause(2.0)
 
+    # Ranks that run cells.
+    #: The time that ranks wait for one which is at the end of the cell before they are freed: a message from it may
+    #: still be on its way.
+    stranded: float = _pause(1.0)
+    #: The time that a rank has to come to the end of a cell once it is interrupted or freed. Users whose code tidies up
+    #: after a KeyboardInterrupt need some seconds.
+    parting: float = _limit(10.0)
+
     # Machines that meet.
     #: The interval between two signs of life, and between two checks of the other machines' signs.
     beat: float = _pause(0.5)

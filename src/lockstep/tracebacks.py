@@ -73,13 +73,17 @@ def _leave_users_frames(told: traceback.TracebackException) -> None:
             _leave_users_frames(each)
 
 
-def text(error: BaseException) -> str:
+def text(error: BaseException, *, in_memory: bool = False) -> str:
     """Return the text that Python prints for an uncaught error, or as much of it as can be formatted.
 
     Formatting runs code of the user's program: an exception's ``__str__``, its notes, a SyntaxError's fields.
+
+    Args:
+        error: the error.
+        in_memory: whether lines of its frames are in no file, but in :mod:`linecache`, as a notebook's cells are.
     """
     try:
-        return _formatted(error)
+        return _formatted(error, in_memory=in_memory)
     except BaseException as trouble:  # noqa: BLE001  (nothing may hide the error that is to be told)
         lines = ["Traceback (most recent call last):\n"]
         with contextlib.suppress(Exception):
@@ -87,10 +91,10 @@ def text(error: BaseException) -> str:
         return "".join([*lines, f"{named(error)}\n(Python can't show all of it: {named(trouble)})\n"])
 
 
-def _formatted(error: BaseException) -> str:
-    if sys.version_info >= (3, 12):
-        return "".join(traceback.format_exception(error))
-    # Before 3.12 only the interpreter's own display has "Did you mean", and it always writes to stderr.
+def _formatted(error: BaseException, *, in_memory: bool) -> str:
+    if sys.version_info >= (3, 12) or in_memory:
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    # Before 3.12 only the interpreter's own display has "Did you mean". It writes to stderr, and reads files alone.
     written = io.StringIO()
     with contextlib.redirect_stderr(written):
         sys.__excepthook__(type(error), error, error.__traceback__)

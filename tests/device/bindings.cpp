@@ -84,9 +84,10 @@ PYBIND11_MODULE(simulated_bindings, m) {
   m.def("begin_capture", &begin_capture);
   m.def("end_capture", &end_capture);
   m.def("replay", &replay);
-  m.def("collectives", [](const c10::intrusive_ptr<c10d::Backend>& gloo) -> c10::intrusive_ptr<c10d::Backend> {
-    return c10::make_intrusive<Collectives>(gloo);
-  });
+  m.def("collectives",
+        [](const c10::intrusive_ptr<c10d::Backend>& gloo, int64_t limit) -> c10::intrusive_ptr<c10d::Backend> {
+          return c10::make_intrusive<Collectives>(gloo, std::chrono::milliseconds(limit));
+        });
 
   // For tests.
   m.def("stress", [](int64_t seed, int64_t jitter, int64_t side, int64_t main, bool spins) {

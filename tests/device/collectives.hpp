@@ -4,6 +4,11 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/FlightRecorder.hpp>
+#include <torch/csrc/distributed/c10d/Utils.hpp>
+
+#include <cstdlib>
+#include <iostream>
 
 #include "runtime.hpp"
 
@@ -72,10 +77,33 @@ class Issued final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+// One collective, as the watchdog of torch's process group speaks of it.
+struct Watched {
+  int rank;
+  int64_t number;
+  OpType type;
+  int64_t elements;
+  std::chrono::milliseconds limit;
+};
+
+// What that watchdog does when a collective's time is up: its words, the flight recorder's file, and abort().
+[[noreturn]] inline void end_by_watchdog(const Watched& of) {
+  if (c10d::getCvarBool({"TORCH_NCCL_DUMP_ON_TIMEOUT"}, true))
+    c10d::DebugInfoWriter::getWriter(of.rank).write(c10d::dump_fr_trace(true, false, false));
+  auto what = c10::str("[Rank ", of.rank, "] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=", of.number,
+                       ", OpType=", c10d::opTypeToString(of.type), ", NumelIn=", of.elements, ", NumelOut=", of.elements,
+                       ", Timeout(ms)=", of.limit.count(), ") ran for ", of.limit.count() + 3,
+                       " milliseconds before timing out.");
+  std::cerr << "[rank" << of.rank << "]:[E simulated] " << what << '\n'
+            << "[rank" << of.rank << "]:[E simulated] [PG ID 0 PG GUID 0(default_pg) Rank " << of.rank
+            << "] Process group watchdog thread terminated with exception: " << what << std::endl;
+  std::abort();
+}
+
 class Collectives final : public c10d::Backend {
  public:
-  explicit Collectives(c10::intrusive_ptr<c10d::Backend> gloo)
-      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {
+  Collectives(c10::intrusive_ptr<c10d::Backend> gloo, std::chrono::milliseconds limit)
+      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), limit_(limit) {
     static std::atomic<StreamId> last{1 << 20};
     stream_ = ++last;
   }
@@ -174,10 +202,19 @@ class Collectives final : public c10d::Backend {
     auto& q = queue(stream);
     hold(q, mark(queue(current(device))));
     auto error = std::make_shared<std::exception_ptr>();
-    put(q, [run = std::move(run), error] {
+    int64_t elements = 0;
+    for (auto& each : inputs.empty() ? outputs : inputs) elements += each.numel();
+    Watched watched{rank_, ++issued_, type, elements, limit_};
+    put(q, [run = std::move(run), error, watched] {
       try {
         run();
       } catch (...) {
+        try {
+          throw;
+        } catch (const std::exception& failure) {
+          if (std::string(failure.what()).find("Timed out waiting") != std::string::npos) end_by_watchdog(watched);
+        } catch (...) {
+        }
         *error = std::current_exception();
         throw;
       }
@@ -188,6 +225,8 @@ class Collectives final : public c10d::Backend {
   }
 
   const c10::intrusive_ptr<c10d::Backend> gloo_;
+  const std::chrono::milliseconds limit_;
+  int64_t issued_ = 0;
   StreamId stream_;
 };
 

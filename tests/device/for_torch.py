@@ -6,6 +6,7 @@ Everything above stays torch's own: ``torch.cuda``, its streams, events, random 
 from __future__ import annotations
 
 import datetime
+import os
 import sys
 import types
 from collections.abc import Sequence
@@ -95,9 +96,15 @@ def _properties(index: int) -> Any:
         total_memory=16 << 30,
         multi_processor_count=132,
         clock_rate=1_980_000,
-        uuid=f"00000000-0000-0000-0000-{index:012d}",
+        uuid=f"53494d55-0000-0000-0000-{_numbers()[index]:012d}",
         gcnArchName="",
     )
+
+
+def _numbers() -> list[int]:
+    """The devices of the machine that this process sees, in its order."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [*range(16)] if visible is None else [int(entry) for entry in visible.split(",")]
 
 
 def _stream_class(bindings: Any) -> type:
@@ -257,7 +264,7 @@ class ProcessGroupNCCL(metaclass=_Recognised):
         timeout = options._timeout if options is not None else datetime.timedelta(minutes=10)
         inside = torch._C._distributed_c10d.PrefixStore("simulated", store)
         inner = dist.ProcessGroupGloo(inside, rank, size, timeout)
-        return sys.modules["simulated_bindings"].collectives(inner)
+        return sys.modules["simulated_bindings"].collectives(inner, round(timeout.total_seconds() * 1e3))
 
 
 def add_nccl() -> None:
@@ -267,3 +274,4 @@ def add_nccl() -> None:
     torch._C._distributed_c10d.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[misc]
     core: Any = torch._C
     core._nccl_version = lambda: (2 << 32) | (0 << 16) | 0
+    core._nccl_version_suffix = lambda: b""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -109,27 +109,33 @@ def write_shards(folder: Path) -> str:
     """Two archives of 25 samples, as webdataset reads them; returns the pattern of their names."""
     folder.mkdir()
     generator = np.random.default_rng(5)
-    for shard in range(2):
-        with tarfile.open(folder / f"data-{shard}.tar", "w") as archive:
-            for number in range(25):
-                key = f"{shard * 25 + number:06d}"
-                buffer = BytesIO()
-                np.save(buffer, generator.standard_normal(12))
-                for ending, content in (("npy", buffer.getvalue()), ("cls", str(number % 4).encode())):
-                    member = tarfile.TarInfo(f"{key}.{ending}")
-                    member.size = len(content)
-                    archive.addfile(member, BytesIO(content))
+    write_archives(folder, [25, 25], lambda number: {"x": generator.standard_normal(12), "y": number % 25 % 4})
     return f"{folder}/data-{{0..1}}.tar"
 
 
-def stream(backend: str | None, shards: str, splitter: str) -> Arrays:
+def write_archives(folder: Path, sizes: list[int], row_at: Callable[[int], dict[str, Any]]) -> None:
+    """Archives ``data-0.tar`` and so on, of as many samples as ``sizes`` says."""
+    number = 0
+    for shard, size in enumerate(sizes):
+        with tarfile.open(folder / f"data-{shard}.tar", "w") as archive:
+            for _ in range(size):
+                row, buffer = row_at(number), BytesIO()
+                np.save(buffer, row["x"])
+                for ending, content in (("npy", buffer.getvalue()), ("cls", str(row["y"]).encode())):
+                    member = tarfile.TarInfo(f"{number:06d}.{ending}")
+                    member.size = len(content)
+                    archive.addfile(member, BytesIO(content))
+                number += 1
+
+
+def stream(backend: str | None, shards: str) -> Arrays:
     """webdataset through lockstep.shard: every rank reads the stream and keeps its share of each batch."""
     import webdataset
 
     join(backend)
-    nodes = {"all": lambda urls: urls, "split": webdataset.split_by_node}[splitter]
+    everything = lambda urls: urls  # noqa: E731
     data = (
-        webdataset.WebDataset(shards, shardshuffle=False, nodesplitter=nodes, workersplitter=lambda urls: urls)
+        webdataset.WebDataset(shards, shardshuffle=False, nodesplitter=everything, workersplitter=everything)
         .decode()
         .to_tuple("npy", "cls")
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.faults.planting import Fault
 
 _TRAINING = "tests/ranks/test_gpu_training.py"
+_COMPARISONS, _PLACES = "tests/ranks/test_gpu_comparisons.py", "tests/ranks/test_gpu_places.py"
 
 GPU_FAULTS = [
     Fault(
@@ -118,5 +119,68 @@ GPU_FAULTS = [
         "            self._copied.synchronize()",
         "            pass",
         (_TRAINING, "-k", "not_finite_are_told"),
+    ),
+    Fault(
+        "flags of this backward are read in it",
+        "ddp/later.py",
+        "        unread, self._unread = self._unread, _Unread(flags, sending)\n",
+        "        unread = _Unread(flags, sending)\n",
+        (_COMPARISONS, "-k", "nothing_waits"),
+    ),
+    Fault(
+        "flags to send lie on the host",
+        "ddp/left_out.py",
+        "torch.eye(_FLAGS, dtype=dtype).to(device)",
+        "torch.eye(_FLAGS, dtype=dtype)",
+        (_COMPARISONS, "-k", "nothing_waits"),
+    ),
+    Fault(
+        "what ranks tell each other of their steps is not read on GPUs",
+        "ddp/checks.py",
+        "            riders.insert(0, self._read_later(param, batches=batches))\n",
+        "            pass\n",
+        (_COMPARISONS, "-k", "another_batch"),
+    ),
+    Fault(
+        "ranks do not ask each other at first whether they weigh",
+        "ddp/items.py",
+        "self.asks_all = self._can_mix = ",
+        "self.asks_all, self._can_mix = False, ",
+        (_COMPARISONS, "-k", "only_some_weigh"),
+    ),
+    Fault(
+        "a rank takes the GPU of its local rank, whatever it is shown",
+        "comm/init.py",
+        "identity.local_rank % count",
+        "identity.local_rank",
+        (_PLACES, "-k", "of_their_own"),
+    ),
+    Fault(
+        "two ranks on one GPU are not noticed",
+        "comm/choose.py",
+        "if len(ranks) > 1}",
+        "if len(ranks) > 9}",
+        (_PLACES, "-k", "refused"),
+    ),
+    Fault(
+        "gradients that are kept are looked at one by one",
+        "ddp/reducer.py",
+        "        read = iter(torch.stack([grad.any().to(home, non_blocking=True) for grad in on_devices]).tolist())\n",
+        "        read = iter([bool(grad.any().to(home)) for grad in on_devices])\n",
+        ("tests/ranks/test_gpu_counts.py", "-k", "kept_gradients"),
+    ),
+    Fault(
+        "the end by the watchdog counts as a crash",
+        "launch/launcher.py",
+        "        if record is None:\n            steps",
+        "        if False:\n            steps",
+        ("tests/ranks/test_gpu_hangs.py", "-k", "watchdog"),
+    ),
+    Fault(
+        "what a flight recorder has written goes with the job's folder",
+        "launch/launcher.py",
+        "                    self.attempt.keep_flight_recorder(rank, self.recorder.make_folder)\n",
+        "",
+        ("tests/ranks/test_gpu_hangs.py", "-k", "watchdog"),
     ),
 ]

@@ -13,7 +13,7 @@ from tests.faults.planted_in_recorder import RECORDER_FAULTS
 from tests.faults.planted_in_runs import RUN_FAULTS
 from tests.faults.planting import Fault, changed, plant, run_tests
 
-_LIMIT = 110.0
+_LIMIT = 300.0
 
 FAULTS = [*CHECKPOINT_FAULTS, *RUN_FAULTS, *JOB_FAULTS, *RECORDER_FAULTS, *GRADIENT_FAULTS]
 QUICK = {"each rank stops at a step of its own"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import pairwise
@@ -226,3 +227,76 @@ def mixed_in_the_world() -> list[Any]:
     assert all(each.device == world.device for each in (*gathered[:2], sent))
     mean = world.mean(torch.tensor([1.0, 3.0], device=world.device) + world.rank)
     return [gathered[0].tolist(), gathered[1].tolist(), gathered[2], sent.tolist(), mean.tolist(), str(mean.device)]
+
+
+def waits_with_sparse_gradients() -> list[int]:
+    """Return how often the host waits in each of some steps with two sparse gradients."""
+    world = begin("gpu", None)
+    torch.manual_seed(0)
+    tables = [nn.Embedding(30, 8, sparse=True, device=world.device) for _ in range(2)]
+    model = lockstep.replicate(nn.Sequential(*tables, nn.Linear(8, 2, device=world.device)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(4):
+        numbers = torch.tensor([step, world.rank, 3 + step], device=world.device)
+        loss = model[2](tables[0](numbers) + tables[1](numbers)).sum()
+        counting = Counting()
+        loss.backward()
+        found.append(counting.so_far().waits)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found[2:]
+
+
+def waits_with_kept_gradients(layers: int) -> list[int]:
+    """Return how often the host waits in steps that accumulate weighed gradients and zero them in place."""
+    world = begin("gpu", None)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)]).to(world.device)
+    lockstep.replicate(model)
+    inputs = torch.ones(2, 4, device=world.device)
+    found = []
+    for _ in range(4):
+        torch.cuda.synchronize()  # or flags of the step before are waited for, if they are late
+        counting = Counting()
+        for is_last in (False, True):
+            with contextlib.nullcontext() if is_last else lockstep.no_sync(model):
+                loss = model(inputs).sum()
+                world.weigh(2 + world.rank)
+                loss.backward()
+        found.append(counting.so_far().waits)
+        model.zero_grad(set_to_none=False)
+    return found[2:]
+
+
+def waits_of_local_steps(layers: int) -> tuple[int, int]:
+    """Return how often the host waits in a step within a round of local steps, and in two rounds."""
+    world = begin("gpu", None)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)]).to(world.device)
+    lockstep.replicate(model, sync=lockstep.LocalSteps(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    inputs = torch.ones(2, 4, device=world.device)
+    steps = []
+    for _ in range(16):
+        torch.cuda.synchronize()
+        counting = Counting()
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
+        steps.append(counting.so_far().waits)
+    lockstep.finish_round(model)
+    return min(steps[8:]), sum(steps[8:])
+
+
+def gathered_behind_a_held_stream() -> tuple[Asked, list[float]]:
+    """Gather rows of a GPU that is behind. Return what forward and backward asked for, and this rank's gradient."""
+    world = begin("gpu", None)
+    rows = torch.full((2 + world.rank, 3), 1.0 + world.rank, device=world.device, requires_grad=True)
+    torch.cuda.synchronize()
+    counting = Counting()
+    with simulation.held_back(torch.cuda.current_stream()):
+        lockstep.gathered(rows).square().sum().backward()
+        counts = counting.so_far()
+    assert rows.grad is not None
+    return asdict(counts), rows.grad.flatten().tolist()

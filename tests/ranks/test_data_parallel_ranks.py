@@ -59,8 +59,9 @@ def test_two_ranks_with_two_replicas_each_train_as_one_process(way: str, with_cr
             assert ours == pytest.approx(theirs, rel=1e-12)
 
 
-def _the_other_way_round() -> None:
-    lockstep.init("gloo")
+@pytest.mark.ranks(1, backends=("gloo",))
+@pytest.mark.usefixtures("world")
+def test_a_module_that_averages_over_ranks_is_refused() -> None:
     x, _ = _batch(0)
     with pytest.raises(lockstep.LockstepError, match=r"'module' averages its gradients.*replicate that"):
         lockstep.DataParallel(lockstep.replicate(_model()), TWO)
@@ -72,7 +73,3 @@ def _the_other_way_round() -> None:
     lockstep.replicate(net)
     with pytest.raises(lockstep.LockstepError, match="'module' averages"):
         parallel(x)
-
-
-def test_a_module_that_averages_over_ranks_is_refused() -> None:
-    run_ranks(_the_other_way_round, 1)

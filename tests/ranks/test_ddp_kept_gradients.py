@@ -13,7 +13,6 @@ from torch.utils import dlpack
 import lockstep
 from lockstep.ddp.api import replica_of
 from tests.backends import EACH_BACKEND
-from tests.harness import run_ranks
 from tests.ranks.ddp_cases import assert_averaged, differentiate, squares, wide
 
 pytestmark = EACH_BACKEND
@@ -32,9 +31,10 @@ def _tensor(kept: Any) -> Tensor:
     return dlpack.from_dlpack(kept) if type(kept).__name__ == "PyCapsule" else torch.as_tensor(kept)
 
 
-def _kept(overlap: bool | None) -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("overlap", [None, True], ids=["as over the backend", "buckets are averaged early"])
+def test_what_is_kept_of_a_gradient_stays_as_it_is(world: lockstep.World, overlap: bool | None) -> None:
     """One rank keeps all that each step gives it, as PCGrad and SVRG do; then both, then only of one parameter."""
-    world = lockstep.init()
     for how, keep in KEPT.items():
         for ranks, count in (((1,), 6), ((0, 1), 6), ((0,), 1)):
             model = lockstep.replicate(wide(), overlap=overlap, first_bucket_mb=0.01, bucket_cap_mb=0.3)
@@ -52,17 +52,9 @@ def _kept(overlap: bool | None) -> None:
                 assert torch.equal(now, was[: len(now)]), f"{how} changed"
 
 
-def test_what_is_kept_of_a_gradient_stays_as_it_is() -> None:
-    run_ranks(_kept, 2, None)
-
-
-def test_what_is_kept_stays_while_buckets_are_averaged_early() -> None:
-    run_ranks(_kept, 2, True)
-
-
-def _nothing_kept() -> None:
+@pytest.mark.ranks(2)
+def test_an_ordinary_loop_copies_nothing(world: lockstep.World) -> None:
     """The ordinary loop, however it zeroes; then gradients that are added to, which change for who holds them."""
-    world = lockstep.init()
     for set_to_none in (True, False):
         model = lockstep.replicate(wide())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
@@ -93,10 +85,6 @@ def _nothing_kept() -> None:
         torch.testing.assert_close(first.grad, next(expected.parameters()).grad)
 
 
-def test_an_ordinary_loop_copies_nothing() -> None:
-    run_ranks(_nothing_kept, 2)
-
-
 class _Stops(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: object, value: Tensor) -> Tensor:
@@ -107,9 +95,9 @@ class _Stops(torch.autograd.Function):
         raise ArithmeticError("stopped")
 
 
-def _kept_through_a_failure() -> None:
+@pytest.mark.ranks(2)
+def test_what_is_kept_outlives_a_backward_that_fails(world: lockstep.World) -> None:
     """All gradients are kept, or only biases, and some buckets are under way when the backward fails."""
-    world = lockstep.init()
     for keeps in (lambda _: True, lambda grad: grad.ndim == 1):
         model = lockstep.replicate(wide(), first_bucket_mb=0.01, bucket_cap_mb=0.3)
         differentiate(squares(model, world.rank, 0))
@@ -125,7 +113,3 @@ def _kept_through_a_failure() -> None:
             assert_averaged(model, wide, squares, [step])
         for grad, before in zip(kept, was, strict=True):
             assert torch.equal(grad, before)
-
-
-def test_what_is_kept_outlives_a_backward_that_fails() -> None:
-    run_ranks(_kept_through_a_failure, 2)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lockstep
 from tests.backends import EACH_BACKEND, OVER_BOTH
-from tests.harness import collect_outcomes, run_ranks
+from tests.harness import collect_outcomes
 from tests.ranks.ddp_cases import assert_averaged, batch, differentiate, mlp, replicate_tiny, squares
 
 pytestmark = EACH_BACKEND
@@ -43,8 +43,8 @@ def test_a_rank_that_leaves_a_backward_out_is_found_in_the_next(way: str) -> Non
         assert "Decide that on all ranks together" in message
 
 
-def _rightly_different() -> None:
-    world = lockstep.init(timeout=20)
+@pytest.mark.ranks(2)
+def test_ranks_may_differ_in_forwards_that_are_not_for_training(world: lockstep.World) -> None:
     plays = 1 + 2 * world.rank  # so many more forwards has this rank
 
     def train(model: nn.Module, before: Callable[[nn.Module], None]) -> None:
@@ -124,7 +124,3 @@ def _rightly_different() -> None:
             model.zero_grad()
             losses = [squares(model, world.rank, step + 10 * number) for number in range(2)]
             differentiate(losses[1 - unused] if step > 1 and world.rank else losses[0] + losses[1])
-
-
-def test_ranks_may_differ_in_forwards_that_are_not_for_training() -> None:
-    run_ranks(_rightly_different, 2)

@@ -24,17 +24,43 @@ def test_a_step_asks_for_no_more_than_torchs(model: str) -> None:
         theirs = found["torch"]
         assert found["alone"]["launches"] < theirs["launches"]  # (the wrapper is counted at all)
         assert theirs["collectives"] > 0
-        for column, count in found["unchecked"].items():
-            assert count <= theirs[column], (column, found)
-        # The default also looks whether averages are finite, and copies a flag of each bucket to pinned memory.
-        for column, count in found["replica"].items():
-            more = theirs["collectives"] if column == "to_host" else 0
-            assert count <= theirs[column] + more, (column, found)
+        # By flags that are copied to pinned memory the ranks tell whether they are in the same step and batch; the
+        # default also looks whether averages are finite.
+        for how, copies in (("unchecked", 1), ("replica", 2)):
+            for column, count in found[how].items():
+                assert count <= theirs[column] + (copies if column == "to_host" else 0), (column, found)
 
 
 @pytest.mark.parametrize("feature", ["skips what is not finite", "raises if not finite", "unused parameter"])
 def test_what_has_to_be_read_in_a_step_is_read_at_once(feature: str) -> None:
     assert run_ranks(gpu_counts.waits, 2, feature) == [[1] * 2] * 2
+
+
+def test_ranks_that_gather_sparse_gradients_wait_as_often_however_many_they_are() -> None:
+    two, four = (run_ranks(gpu_counts.waits_with_sparse_gradients, ranks) for ranks in (2, 4))
+    assert two[0] == four[0]
+    assert two == [two[0]] * 2
+    assert four == [four[0]] * 4
+
+
+def test_kept_gradients_are_looked_at_with_one_wait_however_many_they_are() -> None:
+    few, many = (run_ranks(gpu_counts.waits_with_kept_gradients, 2, layers) for layers in (1, 12))
+    assert few == many
+    assert max(map(max, many)) <= 2
+
+
+def test_within_a_round_of_local_steps_nothing_waits_and_its_end_waits_as_often_however_many_parameters() -> None:
+    few, many = (run_ranks(gpu_counts.waits_of_local_steps, 2, layers) for layers in (1, 12))
+    assert few == many
+    for within, of_two_rounds in many:
+        assert within == 0
+        assert of_two_rounds <= 2 * 3
+
+
+def test_rows_are_gathered_without_a_wait() -> None:
+    for rank, (counts, gradient) in enumerate(run_ranks(gpu_counts.gathered_behind_a_held_stream, 2)):
+        assert (counts["waits"], counts["to_host"]) == (0, 0)
+        assert gradient == [4.0 * (1 + rank)] * (6 + 3 * rank)
 
 
 def test_slices_whose_pace_is_measured_are_not_waited_for() -> None:

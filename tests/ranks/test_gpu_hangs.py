@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -78,11 +81,18 @@ def _report(job: Running) -> list[str]:
 
 @contextmanager
 def _training(
-    tmp_path: Path, where: str, waits: str, *, fifo: str = "stopped", spins: str = "", times: str = _SOON
+    tmp_path: Path,
+    where: str,
+    waits: str,
+    *,
+    fifo: str = "stopped",
+    spins: str = "",
+    times: str = _SOON,
+    ras: str = "",
 ) -> Iterator[Running]:
     (tmp_path / "train.py").write_text(_TRAINING)
     argv = ["lockstep", "run", "-n", "2", "train.py", where, waits, fifo, spins or "sleeps"]
-    with start(argv, tmp_path, torch=True, LOCKSTEP_TIMES=times) as job:
+    with start(argv, tmp_path, torch=True, LOCKSTEP_TIMES=times, NCCL_RAS_ADDR=ras) as job:
         yield job
 
 
@@ -171,3 +181,115 @@ def test_ranks_whose_devices_all_have_a_long_kernel_raise_no_alarm(gpus: str, tm
     assert done.out == "done\n", "of rank 0; what the other writes goes to its log"
     assert "held up" not in done.err
     assert "waited" not in done.err
+
+
+_TIMED_OUT = """
+import signal, sys
+import torch, lockstep
+from torch import nn
+
+torch.set_num_threads(1)  # as above
+late, fifo = int(sys.argv[1]), sys.argv[2]
+world = lockstep.init(timeout=5)
+model = lockstep.replicate(nn.Linear(4, 2).to(world.device))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    loss = model(torch.ones(8, 4, device=world.device)).sum()
+    optimizer.zero_grad()
+    if step == 5 and world.rank == late:
+        open(fifo, "rb").read(1)
+    loss.backward()
+    loss.item(), next(model.parameters()).grad.sum().item()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_the_end_by_the_watchdog_is_told_as_a_timeout_with_who_is_late(late: int, gpus: str, tmp_path: Path) -> None:
+    """Also of the rank whose words the launcher does not see: rank 0 writes to the terminal."""
+    (tmp_path / "train.py").write_text(_TIMED_OUT)
+    fifo = tmp_path / "never"
+    os.mkfifo(fifo)
+    with ExitStack() as stack:
+        stack.callback(os.close, os.open(fifo, os.O_RDWR))
+        argv = ["lockstep", "run", "-n", "2", "train.py", str(late), str(fifo)]
+        job = stack.enter_context(start(argv, tmp_path, torch=True, LOCKSTEP_TIMES=_SOON))
+        done = job.finish()
+    waited = 1 - late
+    assert done.code == 134, done
+    assert f"lockstep: rank {waited} of 2 failed: killed by signal 6 (SIGABRT)" in done.err
+    told = re.search(rf"lockstep\.CollectiveTimeout: rank {waited} of 2, after 5 steps: (.*)", done.err)
+    assert told is not None, done.err
+    what = (
+        r"a collective over NCCL did" if waited == 0 else r"collective \d+ over NCCL \(ALLREDUCE of \d+ elements\) did"
+    )
+    assert re.match(rf"{what} not end (with)?in ", told[1]), told[1]
+    assert "and the watchdog of torch's process group ended the process. A rank did not arrive in time" in told[1]
+    after = done.err.partition("lockstep.CollectiveTimeout")[2]
+    assert re.search(rf"^rank {late} of 2 has held up the others for \d+ s$", after, re.MULTILINE), after
+    assert f"rank {late}: stopped because rank {waited} failed" in after
+    kept = re.search(r"by torch's flight recorder: (\S+)…; torchfrtrace (\S+) --prefix (\S+) compares", after)
+    assert kept is not None, after
+    file = Path(f"{kept[1]}{waited}")
+    assert file == Path(kept[2], f"{kept[3]}{waited}")
+    assert file.stat().st_size > 0
+    assert file.stat().st_mode & 0o777 == 0o600
+    events = json.loads(file.with_name("run.json").read_text())["events"]
+    failure = next(event["failure"] for event in events if "failure" in event)
+    assert (failure["code"], failure["signal"]) == ("rank-killed", "SIGABRT")
+    assert failure["error"]["code"] == "collective-timeout"
+    if gpus == "simulated":
+        assert "Watchdog caught collective operation timeout" in (
+            done.err if waited == 0 else file.with_name("rank1.log").read_text()
+        )
+
+
+_RAS = b"""Communicators... (0.00s)
+=============
+
+Errors
+======
+
+INCOMPLETE
+  Missing communicator data from 1 job process
+  Process 4711 on node 127.0.0.1 managing GPU 1
+
+Warnings
+========
+
+"""
+
+
+def test_nccl_is_asked_about_ranks_that_are_late(gpus: str, tmp_path: Path) -> None:
+    if gpus == "real":
+        pytest.skip("NCCL itself answers there")
+
+    def serve(server: socket.socket) -> None:
+        client, _ = server.accept()
+        with client, client.makefile("rb") as commands:
+            for answer in (b"SERVER PROTOCOL 2\n", b"OK\n", _RAS):
+                commands.readline()
+                client.sendall(answer)
+
+    fifo = tmp_path / "end"
+    os.mkfifo(fifo)
+    with ExitStack() as stack:
+        end = os.open(fifo, os.O_RDWR)
+        stack.callback(os.close, end)
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        asked = threading.Thread(target=serve, args=[server])
+        asked.start()
+        stack.callback(asked.join)
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        job = stack.enter_context(_training(tmp_path, "before backward", "item", fifo=str(fifo), ras=address))
+        _require_named(_report(job))
+        said = [job.read_error() for _ in range(4)]
+        os.write(end, b"x")
+        done = job.finish()
+    assert said == [
+        "lockstep: NCCL itself (its RAS) says:",
+        "  INCOMPLETE",
+        "    Missing communicator data from 1 job process",
+        "    Process 4711 on node 127.0.0.1 managing GPU 1",
+    ]
+    assert done.code == 0, done

@@ -110,7 +110,7 @@ def test_a_step_waits_for_no_gpu(feature: str, gpus: str, tmp_path: Path) -> Non
         pytest.skip("only a simulated stream can be held back")
     for counts in run_ranks(features.steps_behind_a_held_stream, 2, feature, str(tmp_path)):
         assert counts.waits == 0
-        assert counts.to_host <= 2  # flags, to pinned memory
+        assert counts.to_host <= 3  # flags, to pinned memory
         assert counts.collectives > 0
 
 

@@ -727,15 +727,22 @@ class Batched(Augmented):
         return [(float(index), "at once") for index in indices]
 
 
-def _batched(seed_samples: bool) -> list[str]:
+def _batched(kind: type[Augmented], seed_samples: bool) -> list[str]:
     lockstep.init()
-    loader = lockstep.shard(DataLoader(Batched(6), 3), seed_samples=seed_samples)
+    loader = lockstep.shard(DataLoader(kind(6), 3), seed_samples=seed_samples)
     return [name for _, names in loader for name in names]
 
 
-def test_batched_fetching_is_used_where_samples_are_not_seeded() -> None:
-    assert run_ranks(_batched, 1, False)[0] == ["at once"] * 6
-    assert run_ranks(_batched, 1, True)[0] == [f"sample {index}" for index in range(6)]
+class BatchedRandom(Augmented):
+    def __getitems__(self, indices: list[int]) -> list[tuple[float, str]]:
+        return [(random.random(), "at once") for _ in indices]
+
+
+@pytest.mark.parametrize("seed_samples", [False, True])
+def test_batched_fetching_is_used_where_samples_are_not_seeded(seed_samples: bool) -> None:
+    assert run_ranks(_batched, 1, Batched, seed_samples)[0] == ["at once"] * 6, "nothing is drawn"
+    names = [f"sample {index}" for index in range(6)] if seed_samples else ["at once"] * 6
+    assert run_ranks(_batched, 1, BatchedRandom, seed_samples)[0] == names
 
 
 def _says() -> int:

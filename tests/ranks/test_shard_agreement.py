@@ -118,12 +118,14 @@ class HuggingFace:
 
     def __getitem__(self, index: int) -> dict[str, float]:
         self.asked.append(1)
-        noise = torch.rand(()).item() if self.format["type"] == "custom" else 0.0
-        return {"x": self._rows[index] + noise}
+        return {"x": self._rows[index] + self._noise()}
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, float]]:
         self.asked.append(len(indices))
-        return [{"x": float(self._rows[index])} for index in indices]
+        return [{"x": self._rows[index] + self._noise()} for index in indices]
+
+    def _noise(self) -> float:
+        return torch.rand(()).item() if self.format["type"] == "custom" else 0.0
 
     def with_format(self, kind: str) -> Any:
         assert kind == "arrow"
@@ -162,7 +164,7 @@ def test_a_hugging_face_dataset_is_asked_for_whole_slices() -> None:
     for name in ("plain", "torch"):
         assert first[name][0] == second[name][0] == [4, 4, 2]
         assert sorted(first[name][1] + second[name][1]) == list(range(20))
-    assert first["transform"][0] == [1] * 10, "what may be random is seeded sample by sample"
+    assert first["transform"][0] == [4, *[1] * 10], "what is seen to draw is seeded sample by sample"
     assert len({value % 1 for rank in (first, second) for value in rank["transform"][1]}) == 20
     assert first["subset"][0] == [4, 1]
     assert sorted(first["subset"][1] + second["subset"][1]) == list(range(10, 20))

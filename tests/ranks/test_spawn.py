@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from multiprocessing import get_context, resource_sharer
 from pathlib import Path
 from typing import Any
@@ -19,32 +18,9 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep import knobs
-from lockstep.launch import channel
 from lockstep.launch.returned import Returned, send
-from tests import warm
 from tests.launching import LIMIT, gone_within, wait_for
 from tests.ranks import functions
-
-
-@pytest.fixture
-def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A zygote without torch, for tests of processes alone."""
-    monkeypatch.setenv(knobs.PRELOAD, "")
-
-
-@pytest.fixture
-def warm_zygote(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A zygote with torch that need not import it."""
-    started: list[warm.Zygote] = []
-
-    def start(argv: list[str], control: int, env: dict[str, str]) -> int:
-        started.append(warm.Zygote(argv, control, env))
-        return started[-1].pid
-
-    monkeypatch.setattr(channel, "start_zygote", start)
-    yield
-    for zygote in started:
-        assert zygote.wait(LIMIT) == 0
 
 
 def _sum_with_lockstep(rank: int, total: torch.Tensor) -> None:
@@ -288,12 +264,28 @@ def test_a_rank_that_holds_up_the_others_is_named_and_the_callers_signals_stay_i
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+def _of_the_rank(rank: int, given: torch.Tensor) -> dict[str, torch.Tensor]:
+    given[rank] = 1.0
+    return {"tensor": torch.full((3,), float(rank))}
+
+
+@pytest.mark.usefixtures("warm_zygote")
+def test_tensors_of_typed_functions_are_shared_as_arguments_and_copied_as_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lockstep.launch.spawn._is_typed", lambda *_: True)
+    given = torch.zeros(2)
+    found = lockstep.spawn(_of_the_rank, (given,), nprocs=2)  # the ranks have ended when their results are read
+    assert [each["tensor"].tolist() for each in found] == [[0.0] * 3, [1.0] * 3]
+    assert given.tolist() == [1.0, 1.0]
+
+
 @pytest.mark.usefixtures("bare")
 def test_a_dead_zygote_is_an_error() -> None:
     ranks = lockstep.spawn(functions.fail, ("wait",), nprocs=1, join=False)
     assert ranks is not None
     (pid,) = ranks.pids()
-    os.kill(ranks._launcher.zygote.pid, signal.SIGKILL)
+    os.kill(ranks._ranks.launcher.zygote.pid, signal.SIGKILL)
     with pytest.raises(lockstep.LaunchError, match="the process that forks the ranks"):
         ranks.join()
     assert gone_within([pid], 1.0) == []

@@ -726,6 +726,7 @@ def _threads_as_set() -> int:
 def _more_gpu_ranks_than_gpus() -> None:
     torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")  # noqa: ARG005
     torch.cuda.device_count = lambda: 1  # a machine with one GPU, as far as counting goes
+    torch.cuda.get_device_properties = lambda device: object()  # type: ignore[misc, assignment]  # noqa: ARG005
     dist.is_backend_available = lambda backend: True  # noqa: ARG005
     lockstep.init("nccl")
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ from lockstep.step.conditions import conditions
 device = torch.device("toy", 1)
 told["kind"], told["count"] = accelerator.kind(), accelerator.count()
 told["devices"] = [*map(str, accelerator.devices())]
-told["words"] = [accelerator.title("toy"), accelerator.noun("toy"), accelerator.hiding_variable("toy")]
+told["words"] = [accelerator.title("toy"), accelerator.noun("toy"), [*accelerator.hiding_variables("toy")]]
 told["initialised"] = accelerator.initialised()
 toy.used = True
 told["initialised later"] = accelerator.initialised()
@@ -174,7 +175,36 @@ def test_backends_are_those_of_torchs_table() -> None:
 
 def test_words() -> None:
     assert [accelerator.noun(kind) for kind in ("cuda", "xpu")] == ["GPU", "XPU device"]
-    assert accelerator.hiding_variable("cuda") == "CUDA_VISIBLE_DEVICES"
+    assert accelerator.hiding_variables("cuda") == ("CUDA_VISIBLE_DEVICES",)
+
+
+def test_hiding_variables_of_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert accelerator.hiding_variables("cuda")[:2] == ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+    assert accelerator.hiding_variables("npu") == ("ASCEND_RT_VISIBLE_DEVICES",)
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({"uuid": "8932f937-d72c-4106-c12f-20bd9faed9f6"}, "8932f937-d72c-4106-c12f-20bd9faed9f6"),
+        (
+            {"uuid": "8932f937", "pci_domain_id": 0, "pci_bus_id": 0xC1, "pci_device_id": 0},
+            "8932f937, PCI 0000:c1:00",
+        ),
+        (
+            {"uuid": "00000000-0000-0000-0000-000000000000", "pci_domain_id": 1, "pci_bus_id": 3, "pci_device_id": 2},
+            "PCI 0001:03:02",
+        ),
+        ({"uuid": "00000000-0000-0000-0000-000000000000"}, None),
+        ({"name": "Toy"}, None),
+    ],
+)
+def test_a_device_is_known_by_its_uuid_and_place(
+    told: dict[str, Any], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "properties", lambda _device: SimpleNamespace(**told))
+    assert accelerator.identity(torch.device("cuda", 0)) == expected
 
 
 def test_of_a_plugins_device_nothing_says_cuda(tmp_path: Path) -> None:
@@ -187,7 +217,7 @@ def test_of_a_plugins_device_nothing_says_cuda(tmp_path: Path) -> None:
     assert "cuda" not in conditions
     assert "cuda" not in json.dumps(told).lower()
     assert [told[name] for name in ("kind", "count", "devices")] == ["toy", 2, ["toy:0", "toy:1"]]
-    assert told["words"] == ["TOY", "TOY device", None]
+    assert told["words"] == ["TOY", "TOY device", []]
     assert [told[name] for name in ("initialised", "initialised later")] == [None, "toy"]
     assert [told[name] for name in ("backend", "backend later", "kind of it")] == [None, "toyccl", "toy"]
     assert told["init without a backend"] == "World(rank=0, world_size=1, device='cpu')"

@@ -18,8 +18,10 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from lockstep.checkpoint.encoding import encode
+from lockstep.checkpoint.export import SafetensorsShards
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.locks import LOCK_FILE, RunLock, reading
 from lockstep.checkpoint.manifest import MODEL
@@ -250,6 +252,65 @@ def test_export_refuses_what_a_format_cannot_hold(tmp_path: Path) -> None:
         refused.output
     )
     assert not (tmp_path / "b.pt").exists()
+
+
+def test_a_model_in_shards_is_that_of_hugging_faces_form(run: Path, tmp_path: Path) -> None:
+    output = tmp_path / "model"
+    assert _run("export", run, output, "--shards").exit_code == 0
+    assert [path.name for path in output.iterdir()] == ["model.safetensors"]
+    assert _same(load_file(output / "model.safetensors"), _model(3))
+    assert stat.S_IMODE(output.stat().st_mode) == 0o700
+    (output / "config.json").write_text("{}")
+    refused = _run("export", run, output, "--shards", "--shard-size", 1e-9)
+    assert (refused.exit_code, "model.safetensors already exists" in refused.output) == (2, True)
+
+    done = _run("export", run, output, "--shards", "--shard-size", 1e-9, "--step", 2, "--force")
+    model = _model(2)
+    count = len(model)
+    assert f"{count} tensors of step-00000002" in done.output
+    assert f"in {count + 1} files, for Hugging Face" in done.output
+    files = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    index = json.loads((output / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(model)
+    assert sorted(index["weight_map"].values()) == files
+    assert index["metadata"]["total_size"] == sum(each.numel() * each.element_size() for each in model.values())
+    assert {path.name for path in output.iterdir()} == {"config.json", "model.safetensors.index.json", *files}
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in output.glob("model*"))
+    assert _same({name: load_file(output / file)[name] for name, file in index["weight_map"].items()}, model)
+
+    whole = _run("export", run, output, "--shards", "--force")
+    assert whole.exit_code == 0
+    assert {path.name for path in output.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_tensors_fill_a_shard_up_to_its_size() -> None:
+    state = {str(number): torch.zeros(size) for number, size in enumerate([10, 10, 5, 30, 1, 1])}  # of 4 bytes each
+    names = [list(shard) for shard in SafetensorsShards(100)._shards(state)]
+    assert names == [["0", "1", "2"], ["3"], ["4", "5"]]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_model_is_read_by_torchs_distributed_checkpoint(run: Path, tmp_path: Path) -> None:
+    output = tmp_path / "model"
+    for step, options in ((3, []), (1, ["--step", 1, "--force"])):
+        done = _run("export", run, output, "--dcp", *options)
+        assert "for torch.distributed.checkpoint" in done.output
+        state = {name: torch.full_like(value, -1.0) for name, value in _model(3).items()}
+        load(state, checkpoint_id=output, no_dist=True)
+        assert _same(state, _model(step))
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in output.iterdir())
+    refused = _run("export", run, output, "--dcp")
+    assert (refused.exit_code, ".metadata already exists" in refused.output) == (2, True)
+
+
+def test_one_form_at_a_time_and_a_folder_for_what_needs_one(run: Path, tmp_path: Path) -> None:
+    refused = _run("export", run, tmp_path / "out", "--dcp", "--shards")
+    assert "give one of them" in refused.output
+    (tmp_path / "file").write_text("mine")
+    for form in ("--dcp", "--shards"):
+        refused = _run("export", run, tmp_path / "file", form, "--force")
+        assert "is a file, and the model is written to a folder" in refused.output
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "prune", "export"])

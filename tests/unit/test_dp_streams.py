@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import lockstep
 from tests.device import simulation
-from tests.device.simulation import Stress
+from tests.device.simulation import Counting, Stress
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -78,3 +78,16 @@ def test_evaluation_on_late_streams() -> None:
             torch.testing.assert_close(ours(x).cpu(), wanted)
         next(net.parameters()).data.mul_(2)
         torch.testing.assert_close(ours(x).cpu(), net(x.to("cuda:0")).cpu())
+
+
+def test_an_evaluation_waits_once_for_all_that_it_compares(gpus: str) -> None:
+    if gpus != "simulated":
+        pytest.skip("only a simulated device counts waits")
+    net = _net()
+    x = torch.randn(12, 6, device="cuda:0")
+    with torch.no_grad():
+        ours = lockstep.DataParallel(net.to("cuda:0").eval(), device_ids=[0, 1])
+        ours(x)
+        counting = Counting()
+        ours(x)
+        assert counting.so_far().waits == 1

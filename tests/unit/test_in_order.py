@@ -57,6 +57,11 @@ def test_rows_are_cut_across_outputs(step: int) -> None:
     assert not len(column.rows(11, 12))
 
 
+def test_a_single_row_of_a_column_is_itself() -> None:
+    (column,) = columns_of([torch.arange(6.0).view(2, 3)[:1, 1]], [1], "sample").columns
+    assert column.rows(0, 1).view(torch.float32).tolist() == [1.0]
+
+
 def test_trees_come_back_from_bytes_with_their_bits() -> None:
     trees: list[Any] = [
         {"a": torch.tensor([1.5, float("nan")]).bfloat16(), "b": [None, True, "ü", 2.5, {"c": 7}]},

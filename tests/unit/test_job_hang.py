@@ -55,6 +55,16 @@ def test_a_rank_that_the_others_have_waited_for_is_late() -> None:
     assert _compare(_waits(0, 4.9), _works(1, 100.0)) is None
 
 
+def test_ranks_of_a_test_need_no_steps_to_warm_up() -> None:
+    ranks = (_waits(0, 5.1, steps=0), _waits(1, 5.1, steps=None))
+    assert _compare(*ranks) is None
+    verdict = compare(ranks, now=NOW, usual=5.0, warming_up=5.0)
+    assert verdict == HangVerdict(HangKind.APART, (), (0, 1), NOW - 5.1)
+    late = (_waits(0, 5.1, steps=0), _works(1, 5.1, steps=1))
+    assert _compare(*late) is None
+    assert compare(late, now=NOW, usual=5.0, warming_up=5.0) == HangVerdict(HangKind.LATE, (1,), (0,), NOW - 5.1)
+
+
 def _on_device(rank: int, seconds: float, **changes: Any) -> Seen:
     return Seen(rank, _look(Phase.OWN, entered=Phase.BACKWARD, on_device=True, **changes), moved=NOW - seconds)
 

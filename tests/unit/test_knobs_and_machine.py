@@ -56,14 +56,73 @@ def test_how_ranks_are_bound_has_a_default_and_can_be_set() -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "expected"), [(None, 4), ("0,2", 2), ("", 0), ("-1", 0), ("0,-1,1", 1), ("0,1,2,3,4,5", 4)]
+    ("visible", "expected"),
+    [
+        (None, 4),
+        ("0,2", 2),
+        ("", 0),
+        ("-1", 0),
+        ("0,-1,1", 1),
+        ("0,1,2,3,4,5", 4),
+        ("0,7,1", 1),
+        ("GPU-8932f937,GPU-5d2c", 2),
+        ("MIG-0f5e,MIG-77aa", 1),
+        ("MIG-GPU-8932f937/1/0,MIG-GPU-5d2c/2/0", 1),
+        ("GPU-8932f937,MIG-77aa", 1),
+    ],
 )
-def test_gpus_are_those_that_cuda_would_show(
-    visible: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+def test_gpus_are_those_that_cuda_would_show(visible: str | None, expected: int, tmp_path: Path) -> None:
+    _files(tmp_path, *(f"dev/{name}" for name in ("null", "nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl")))
+    assert machine.gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == expected
+
+
+def _files(root: Path, *names: str, text: str = "") -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+@pytest.mark.parametrize(("cut", "visible", "expected"), [(2, None, 1), (2, "0,1", 1), (2, "", 0), (1, None, 2)])
+def test_of_cards_that_are_all_cut_into_instances_cuda_shows_one(
+    cut: int, visible: str | None, expected: int, tmp_path: Path
 ) -> None:
-    devices = ["null", "nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"]
-    monkeypatch.setattr(os, "listdir", lambda _folder: devices)
-    assert machine.gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == expected
+    _files(tmp_path, "dev/nvidia0", "dev/nvidia1")
+    capabilities = "proc/driver/nvidia/capabilities"
+    _files(
+        tmp_path, *(f"{capabilities}/gpu{card}/mig/gi{instance}/access" for card in range(cut) for instance in (1, 2))
+    )
+    _files(tmp_path, f"{capabilities}/gpu1/mig/config", f"{capabilities}/mig/monitor")
+    assert machine.gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, 3),
+        ({"HIP_VISIBLE_DEVICES": "0,2"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2", "HIP_VISIBLE_DEVICES": "0"}, 1),
+        ({"ROCR_VISIBLE_DEVICES": "1,2"}, 2),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-DEADBEEFDEADBEEF"}, 1),
+        ({"ROCR_VISIBLE_DEVICES": "1,2", "HIP_VISIBLE_DEVICES": "0,1,2"}, 2),
+        ({"ROCR_VISIBLE_DEVICES": "2", "HIP_VISIBLE_DEVICES": "2"}, 0),
+        ({"HIP_VISIBLE_DEVICES": "-1"}, 0),
+    ],
+)
+def test_gpus_are_those_that_hip_would_show(env: dict[str, str], expected: int, tmp_path: Path) -> None:
+    """Node 0 is the processor; the fifth GPU is the host's, and not this container's."""
+    nodes = "sys/class/kfd/kfd/topology/nodes"
+    _files(tmp_path, f"{nodes}/0/properties", text="cpu_cores_count 16\nsimd_count 0\ndrm_render_minor 0\n")
+    for number in range(1, 5):
+        facts = f"cpu_cores_count 0\nsimd_count 256\ndrm_render_minor {127 + number}\n"
+        _files(tmp_path, f"{nodes}/{number}/properties", text=facts)
+    _files(tmp_path, "dev/kfd", "dev/dri/card0", "dev/dri/renderD128", "dev/dri/renderD129", "dev/dri/renderD130")
+    assert machine.gpus(env, tmp_path) == expected
+
+
+def test_where_there_is_no_gpu_none_is_counted(tmp_path: Path) -> None:
+    _files(tmp_path, "dev/null", "dev/dri/renderD128")
+    assert machine.gpus({}, tmp_path) == 0
 
 
 def test_weights_of_all_ranks_sum_to_the_world_size() -> None:

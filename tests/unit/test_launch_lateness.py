@@ -49,6 +49,24 @@ def test_a_stack_is_the_main_threads_without_the_launchers_own_frames() -> None:
     assert evidence.parse_stack("") is None
 
 
+def test_a_stack_ends_above_what_pytest_does() -> None:
+    lines = [
+        "a.py",
+        "/site-packages/_pytest/python.py",
+        "/site-packages/pluggy/_callers.py",
+        "/lockstep/launch/rank.py",
+    ]
+    text = "Current thread 0x1 (most recent call first):\n" + "".join(
+        f'  File "{file}", line 1 in f\n' for file in lines
+    )
+    found = evidence.parse_stack(text)
+    assert found is not None
+    assert [frame.file for frame in found.frames] == ["a.py"]
+    itself = evidence.parse_stack(text.replace('  File "a.py", line 1 in f\n', ""))
+    assert itself is not None
+    assert len(itself.frames) == 2, "pytest itself is where it is"
+
+
 def test_a_model_outside_of_a_step_and_a_debugger_are_seen() -> None:
     def stack(*files: str) -> evidence.Stack:
         return evidence.Stack(tuple(Frame(file, "1", "f") for file in files))

@@ -55,3 +55,29 @@ def test_a_process_that_was_not_seen_is_ended_all_the_same() -> None:
     child, rest = done.stdout.split(" ", 1)
     assert rest == "[] True\n", done.stderr
     assert not Path(f"/proc/{child}").exists()
+
+
+_BRIEF = """
+import atexit, sys, threading, weakref
+from lockstep.launch import processes
+
+class Kept:
+    def __del__(self):
+        print("taken apart")
+
+kept = Kept()
+weakref.finalize(kept, print, "a finalizer of the zygote's")
+processes.leave_finalizers_to_the_kernel()
+weakref.finalize(kept, print, "a finalizer of its own")
+atexit.register(print, "an exit function")
+threading.Timer(0.05, print, ("a thread",)).start()
+sys.stdout.write("a buffer, ")
+processes.end_and_leave_memory_to_the_kernel(300)
+"""
+
+
+def test_a_process_that_leaves_its_memory_ends_as_any_other() -> None:
+    done = subprocess.run([sys.executable, "-c", _BRIEF], capture_output=True, text=True, timeout=30)
+    assert done.stdout.splitlines() == ["a buffer, a thread", "an exit function", "a finalizer of its own"], done.stderr
+    assert done.returncode == 300 & 0xFF
+    assert done.stderr == ""

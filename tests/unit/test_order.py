@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lockstep.data.batches import CutOrder
 from lockstep.data.cursor import Cursor
-from lockstep.data.order import batch_count, epoch_order, mix, share_bounds
+from lockstep.data.mixing import mix, mixed
+from lockstep.data.order import EpochOrder, Permuted, Sequential, batch_count, epoch_order, share_bounds
 
 _sizes = st.integers(0, 300)
 
@@ -88,8 +90,12 @@ def test_batches_cover_the_rest_of_the_epoch_once(length: int, batch_size: int, 
     assert all(cut.batch(batch.number).indices.equal(batch.indices) for batch in batches)
 
 
+def _whole(order: EpochOrder) -> list[int]:
+    return order[:].tolist()
+
+
 def test_an_order_is_a_permutation_of_its_own() -> None:
-    orders = {(seed, epoch): epoch_order(50, seed=seed, epoch=epoch).tolist() for seed in (0, 1) for epoch in (0, 1)}
+    orders = {(seed, epoch): _whole(epoch_order(50, seed=seed, epoch=epoch)) for seed in (0, 1) for epoch in (0, 1)}
     assert all(sorted(order) == list(range(50)) for order in orders.values())
     # Not only unequal: seed 0 in epoch 1 must not be seed 1 in epoch 0, as it is where the two are added.
     assert len({tuple(order) for order in orders.values()}) == 4
@@ -98,7 +104,58 @@ def test_an_order_is_a_permutation_of_its_own() -> None:
 def test_an_order_is_pinned() -> None:
     # A checkpoint taken in mid-epoch relies on these numbers staying as they are.
     assert mix(0, 0) == 0xA706DD2F4D197E6F
-    assert epoch_order(8, seed=3, epoch=2).tolist() == [5, 2, 0, 3, 6, 4, 7, 1]
+    assert _whole(epoch_order(8, seed=3, epoch=2)) == [5, 2, 0, 3, 6, 4, 7, 1]
+    assert epoch_order(2**22 + 1, seed=3, epoch=2)[:4].tolist() == [254708, 294814, 2734352, 1536407]
+
+
+@given(length=st.integers(2, 3000), key=st.integers(0, 2**64 - 1))
+def test_an_order_that_is_computed_is_a_permutation(length: int, key: int) -> None:
+    assert sorted(_whole(Permuted(length, key))) == list(range(length))
+
+
+@given(begin=st.integers(0, 30_000), size=st.integers(0, 20_000))
+@example(begin=8191, size=2)
+@example(begin=8192, size=8192)
+def test_a_part_is_that_of_the_whole(begin: int, size: int) -> None:
+    orders: list[EpochOrder] = [Permuted(25_000, 7), Sequential(25_000), torch.arange(25_000).flip(0)]
+    for order in orders:
+        part = order[begin : begin + size]
+        assert part.dtype == torch.int64
+        assert part.tolist() == _whole(order)[begin : begin + size]
+
+
+def test_a_computed_order_is_as_random_as_one_that_is_drawn() -> None:
+    length, keys = 5000, range(40)
+    orders = torch.stack([Permuted(length, mix(key, 0))[:] for key in keys]).double()
+    drawn = torch.stack([torch.randperm(length, generator=torch.Generator().manual_seed(key)) for key in keys]).double()
+    statistics: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda order: (order[:, 1:] - order[:, :-1]).abs().mean(1),  # of neighbours: length / 3
+        lambda order: (order - torch.arange(length)).abs().mean(1),  # how far a sample has gone: length / 3
+        lambda order: order.reshape(len(keys), -1, 50).mean(2).std(1),  # of the means of batches
+        lambda order: (order == torch.arange(length)).double().sum(1),  # that stay: 1
+        lambda order: (order[:, 1:] > order[:, :-1]).double().sum(1),  # ascents: length / 2
+    ]
+    for statistic in statistics:
+        computed, expected = statistic(orders), statistic(drawn)
+        error = (computed.var() / len(keys) + expected.var() / len(keys)).sqrt()
+        assert abs(computed.mean() - expected.mean()) < 4 * error
+    places = orders.long()[:, :100].flatten()  # what comes first, in 50 equal parts of the data set
+    counts = torch.bincount(places * 50 // length, minlength=50).double()
+    expected_count = len(places) / 50
+    assert ((counts - expected_count) ** 2 / expected_count).sum() < 95  # chi-squared of 49 degrees: 1 in 10,000
+
+
+def test_a_long_epoch_takes_no_list() -> None:
+    order = epoch_order(10**15, seed=1, epoch=2)
+    part = order[10**15 - 3 : 10**15 + 5]
+    assert part.shape == (3,)
+    assert (part >= 0).all()
+    assert (part < 10**15).all()
+
+
+@given(key=st.integers(0, 2**64 - 1), numbers=st.lists(st.integers(0, 2**63 - 1)))
+def test_numbers_are_mixed_alike_one_by_one_and_at_once(key: int, numbers: list[int]) -> None:
+    assert mixed(key, numbers).tolist() == [mix(key, number) for number in numbers]
 
 
 def test_the_global_generator_is_left_alone() -> None:

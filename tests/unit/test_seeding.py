@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import Dataset
 
-from lockstep.data.contents import can_be_random
-from lockstep.data.seeding import preserved_generators, seed_generators, without_drawing
+from lockstep.data.generators import GENERATORS
+from lockstep.data.mixing import mix
+from lockstep.data.seeding import SampleSeeds, preserved_generators, seed_generators, without_drawing
 
 
 def _draw() -> tuple[float, float, float, float]:
@@ -46,11 +50,6 @@ def test_generators_are_put_back_even_after_an_error() -> None:
         assert _draw() == undisturbed
 
 
-class _Anything(Dataset[int]):
-    def __len__(self) -> int:
-        return 3
-
-
 @pytest.mark.parametrize(
     "draw",
     [lambda: torch.rand(()), lambda: random.random(), lambda: np.random.rand(), lambda: np.random.standard_normal()],
@@ -74,12 +73,207 @@ def test_what_is_drawn_for_an_item_is_noticed_and_for_the_end(draw: Callable[[],
     assert found == [("drawn for nobody", False), ("drawn", True), ("not drawn", False), (None, True)]
 
 
-def test_only_known_datasets_are_trusted_not_to_be_random() -> None:
-    tensors = TensorDataset(torch.arange(3))
-    assert not can_be_random(tensors)
-    assert not can_be_random(Subset(ConcatDataset([tensors, tensors]), [0]))
-    assert not can_be_random(StackDataset(tensors, tensors))
-    assert not can_be_random([1, 2])
-    assert can_be_random(_Anything())
-    assert can_be_random(ConcatDataset([tensors, _Anything()]))
-    assert can_be_random(StackDataset(a=tensors, b=_Anything()))
+#: What a sample of a data set draws from, in an order that shows a generator that was seeded for another one.
+_DRAWS: dict[str, Callable[[], object]] = {
+    "torch": lambda: torch.rand(()).item(),
+    "python": lambda: random.gauss(0.0, 1.0),  # keeps a second number for the next call
+    "numpy": lambda: float(np.random.randn()),  # likewise
+}
+
+
+class _Samples(Dataset[list[object]]):
+    """Draws from ``names``, from sample ``first`` on; samples before draw nothing."""
+
+    def __init__(self, *names: str, first: int = 0) -> None:
+        self._names, self._first = names, first
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> list[object]:
+        self.asked.append(index)
+        return [index, *(_DRAWS[name]() for name in self._names if index >= self._first)]
+
+
+def _always_seeded(dataset: _Samples, epoch_key: int, positions: Sequence[int]) -> list[list[object]]:
+    samples = []
+    with preserved_generators():
+        for position in positions:
+            seed_generators(mix(epoch_key, position))
+            samples.append(dataset[position])
+    return samples
+
+
+def _one(dataset: _Samples, part: range, place: int) -> list[object]:
+    return dataset[part[place]]
+
+
+def _several(dataset: _Samples, part: range, places: range) -> list[list[object]]:
+    return [dataset[part[place]] for place in places]
+
+
+def _fetched(dataset: _Samples, *, parts: Sequence[range], epochs: Sequence[int] = (5,)) -> list[list[object]]:
+    """All samples in these epochs, a batch for each of ``parts``; each position is its own index."""
+    seeds, samples = SampleSeeds(looks_at_first=True), []
+    for epoch_key in epochs:
+        for part in parts:
+            random.random()  # the process draws between batches, too
+            np.random.randn()
+            with preserved_generators():
+                samples += seeds.fetch(epoch_key, part, partial(_one, dataset, part), partial(_several, dataset, part))
+    return samples
+
+
+#: (Not in NumPy's stubs.)
+_bits: Any = np.random
+
+_PARTS = [range(7), range(7, 8), range(8, 30), range(30, 64)]
+
+
+@pytest.mark.parametrize("first", [0, 1, 33])
+@pytest.mark.parametrize("names", [[], ["torch"], ["python"], ["numpy"], ["numpy", "torch", "python"]], ids="+".join)
+def test_samples_are_those_of_generators_that_are_always_seeded(names: list[str], first: int) -> None:
+    dataset = _Samples(*names, first=first)
+    expected = [sample for key in (5, 6) for sample in _always_seeded(dataset, key, range(64))]
+    assert _fetched(dataset, parts=_PARTS, epochs=(5, 6)) == expected
+
+
+def test_a_sample_that_begins_to_draw_is_all_that_is_fetched_twice() -> None:
+    always = _Samples("torch", "numpy")
+    _fetched(always, parts=_PARTS, epochs=(5, 6))
+    assert always.asked == [0, *range(64), *range(64)]
+    late = _Samples("python", first=20)
+    _fetched(late, parts=_PARTS)
+    assert late.asked == [*range(30), *range(8, 30), *range(30, 64)]
+    never = _Samples()
+    _fetched(never, parts=_PARTS)
+    assert never.asked == [*range(64)]
+
+
+class _Fails(_Samples):
+    """Fails where it draws a small number."""
+
+    def __getitem__(self, index: int) -> list[object]:
+        drawn = random.random()
+        if drawn < 0.2:
+            raise ValueError(f"sample {index} drew {drawn}")
+        return [index]
+
+
+def test_an_error_is_that_of_a_seeded_sample() -> None:
+    def said(fetch: Callable[[], object]) -> str:
+        with pytest.raises(ValueError, match="drew") as raised:
+            fetch()
+        return str(raised.value)
+
+    assert said(lambda: _fetched(_Fails(), parts=_PARTS)) == said(lambda: _always_seeded(_Fails(), 5, range(64)))
+
+
+class _Restores(_Samples):
+    """Reads generators and leaves them as they were."""
+
+    def __getitem__(self, index: int) -> list[object]:
+        with preserved_generators():
+            drawn = [draw() for draw in _DRAWS.values()]
+        return [torch.initial_seed(), *drawn]
+
+
+def test_what_does_not_move_a_generator_depends_on_the_epoch_alone() -> None:
+    whole = _fetched(_Restores(), parts=[range(64)])
+    assert all(sample == whole[0] for sample in whole)
+    torch.manual_seed(8)  # another process
+    assert _fetched(_Restores(), parts=_PARTS) == whole
+    assert _fetched(_Restores(), parts=_PARTS, epochs=(6,)) != whole
+
+
+def test_the_workers_of_all_epochs_know_what_one_has_seen() -> None:
+    seeds = SampleSeeds(looks_at_first=True)
+    pid = os.fork()
+    if pid == 0:  # a worker
+        seeds.fetch(5, [0], lambda _: random.random(), lambda _: [random.random()])
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    dataset = _Samples("python")
+    with preserved_generators():
+        seeds.fetch(5, [1, 2], partial(_one, dataset, range(1, 3)), partial(_several, dataset, range(1, 3)))
+    assert dataset.asked == [1, 2]
+
+
+# --- reading and setting the generators -------------------------------------------------------------------------------
+
+
+def test_the_words_of_generators_are_found() -> None:
+    _, python, numpy = GENERATORS
+    assert isinstance(python.state()[0], bytes)
+    assert isinstance(numpy.state()[0], bytes)
+
+
+def _unfound(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, python, numpy = GENERATORS
+    monkeypatch.setattr(python, "_words", None)
+    monkeypatch.setattr(numpy, "_normal", None)
+
+
+@pytest.mark.parametrize("found", [True, False], ids=["memory", "functions"])
+@pytest.mark.parametrize("draws", [0, 1, 2, 623, 624, 625, 1249])
+def test_a_state_is_all_that_decides_what_is_drawn(monkeypatch: pytest.MonkeyPatch, draws: int, found: bool) -> None:
+    if not found:
+        _unfound(monkeypatch)
+    for generator, draw in zip(GENERATORS, _DRAWS.values(), strict=True):
+        generator.seed(123 << 32)
+        for _ in range(draws):
+            draw()
+        state = generator.state()
+        assert generator.is_at(state)
+        drawn = [draw() for _ in range(1000)]
+        assert not generator.is_at(state)
+        generator.set_state(state)
+        assert generator.is_at(state)
+        assert [draw() for _ in range(1000)] == drawn
+
+
+@pytest.mark.parametrize("found", [True, False], ids=["memory", "functions"])
+def test_a_single_normal_number_moves_a_generator(monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
+    if not found:
+        _unfound(monkeypatch)
+    for generator, draw in zip(GENERATORS[1:], [*_DRAWS.values()][1:], strict=True):
+        draw()
+        state = generator.state()
+        draw()  # one of the two takes the number that was kept, and none of the generator's words
+        assert not generator.is_at(state)
+
+
+def test_states_are_those_of_the_libraries() -> None:
+    for draw in _DRAWS.values():
+        draw()
+    python, legacy = random.getstate(), np.random.get_state(legacy=False)
+    drawn = [draw() for draw in _DRAWS.values()]
+    states = [generator.state() for generator in GENERATORS]
+    for _ in range(2000):
+        random.random()
+        np.random.rand()
+    for generator, state in zip(GENERATORS, states, strict=True):
+        generator.set_state(state)
+    after = random.getstate(), np.random.get_state(legacy=False)
+    random.setstate(python)
+    np.random.set_state(legacy)
+    assert [draw() for draw in [*_DRAWS.values()][1:]] == drawn[1:]
+    assert random.getstate() == after[0]
+    assert str(np.random.get_state(legacy=False)) == str(after[1])
+
+
+def test_a_generator_in_place_of_numpys_own_is_preserved() -> None:
+    before = _bits.get_bit_generator()
+    _bits.set_bit_generator(np.random.PCG64(3))
+    try:
+        np.random.rand()
+        with preserved_generators():
+            drawn = np.random.rand()
+        assert np.random.rand() == drawn
+        state = GENERATORS[2].state()
+        assert GENERATORS[2].is_at(state)
+        np.random.rand()
+        assert not GENERATORS[2].is_at(state)
+    finally:
+        _bits.set_bit_generator(before)

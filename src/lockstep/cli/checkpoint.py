@@ -302,41 +302,81 @@ def rewind(folder: Path, step: int, dry_run: bool, as_json: bool) -> None:
             console.print(f"to undo it: {undo}", markup=False)
 
 
-@checkpoint.command(short_help="Export a model to one file.")
+@checkpoint.command(short_help="Export a model for other tools.")
 @_FOLDER
-@click.argument("output", type=LocalPath(dir_okay=False))
+@click.argument("output", type=LocalPath())
 @_STEP
 @click.option(
     "--format",
     "format_",
     type=click.Choice(["torch", "safetensors"]),
-    help="Format of OUTPUT. [default: by its suffix]",
+    help="Format of the file OUTPUT. [default: by its suffix]",
+)
+@click.option(
+    "--shards",
+    is_flag=True,
+    help="Write a folder OUTPUT as from_pretrained() of Hugging Face's libraries reads it: files of safetensors and "
+    "their index.",
+)
+@click.option(
+    "--shard-size",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    show_default=True,
+    metavar="GIGABYTES",
+    help="Size of each file of --shards, at most.",
+)
+@click.option(
+    "--dcp", is_flag=True, help="Write a folder OUTPUT that torch.distributed.checkpoint reads, on any number of ranks."
 )
 @click.option(
     "--extra", metavar="NAME", help="Export the object NAME of extra= (such as averaged weights) instead of the model."
 )
 @click.option("--force", is_flag=True, help="Overwrite OUTPUT if it exists.")
-def export(folder: Path, output: Path, step: int | None, format_: Any, extra: str | None, force: bool) -> None:
-    """Export the model of a checkpoint to one file, OUTPUT.
+def export(
+    folder: Path,
+    output: Path,
+    step: int | None,
+    format_: str | None,
+    shards: bool,
+    shard_size: float,
+    dcp: bool,
+    extra: str | None,
+    force: bool,
+) -> None:
+    """Export the model of a checkpoint to OUTPUT, for other tools.
 
-    OUTPUT is a .safetensors file, or a torch file (.pt, .pth) that torch.load(weights_only=True) reads. Every byte is
-    verified. Without --step, the newest checkpoint that is complete and sound is exported; newer ones are named.
+    OUTPUT is a .safetensors file, or a torch file (.pt, .pth) that torch.load(weights_only=True) reads; with --shards
+    or --dcp it is a folder. Every byte is verified. Without --step, the newest checkpoint that is complete and sound is
+    exported; newer ones are named.
     """
+    if shards + dcp + (format_ is not None) > 1:
+        raise click.UsageError("--format, --shards and --dcp each say what OUTPUT is: give one of them")
     with errors():
-        from lockstep.checkpoint import inspect
+        from lockstep.checkpoint import export as exporting
         from lockstep.errors import CheckpointError
 
-        chosen = format_ or inspect.format_of(output)
-        if chosen is None:
-            raise CheckpointError(f"{output}: which format? Name the file .safetensors or .pt, or give --format")
-        done = inspect.export(folder, output, format=chosen, step=step, extra=extra, overwrite=force)
+        form: exporting.Form | None
+        if shards:
+            form = exporting.SafetensorsShards(round(shard_size * 1e9))
+        elif dcp:
+            form = exporting.DistributedCheckpoint()
+        else:
+            form = exporting.form_of(output, named=format_)
+        if form is None:
+            raise CheckpointError(
+                f"{output}: which format? Name the file .safetensors or .pt, or give --format; for a folder --shards "
+                "or --dcp"
+            )
+        done = exporting.export(folder, output, form=form, step=step, extra=extra, overwrite=force)
         for line in done.skipped:
             click.echo(f"skipped, damaged: {line}", err=True)
         for line in done.unsound:
             taken = line.startswith(f"{done.source.name} ")
             click.echo(f"{'exported, though' if taken else 'skipped, not sound:'} {line}", err=True)
         size = as_size(done.size)
-        click.echo(f"{done.path}: {done.tensors} tensors of {done.source.name}, {size}, for {done.format}")
+        files = f" in {done.files} files" if done.files > 1 else ""
+        click.echo(f"{done.path}: {done.tensors} tensors of {done.source.name}, {size}{files}, for {done.form.words}")
 
 
 def _damage(text: str) -> Exception:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -19,13 +21,13 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
     Store,
 )
 
-from lockstep import callsite, knobs
+from lockstep import _proc, callsite, knobs
 from lockstep.comm.group.group import Group
 from lockstep.comm.group.meeting import ApartError, say_and_hear
 from lockstep.comm.group.register import make_engine
 from lockstep.errors import EnvironmentMismatch, RendezvousError
 from lockstep.identity import Identity
-from lockstep.text import sentence
+from lockstep.text import sentence, which_ranks
 
 #: Seconds that rank 0 waits for the others to read why there will be no group.
 _FAREWELL = 10.0
@@ -57,35 +59,76 @@ def open_fastest(store: Store, identity: Identity, timeout: float) -> None:
     _hand_to_torch("gloo", PrefixStore("gloo", store), identity, timeout)
 
 
-def compare_choices(store: Store, chosen: str | None, identity: Identity, timeout: float) -> None:
-    """**Collective.** Refuse backends that differ between hosts: each of them would wait for the other hosts in its own
-    way until ``timeout``.
+@dataclass(frozen=True)
+class Choice:
+    """What a rank has settled before the ranks meet."""
+
+    #: What the program, ``LOCKSTEP_BACKEND`` or the rank's device asks for; None: nothing does.
+    backend: str | None
+    #: The rank's accelerator, in the words of :func:`lockstep.accelerator.identity`; None: it has none, or can't tell.
+    device: str | None = None
+    host: str = field(default_factory=socket.gethostname)
+    boot_id: str = field(default_factory=_proc.boot_id)
+
+
+def compare_choices(store: Store, chosen: Choice, identity: Identity, timeout: float) -> None:
+    """**Collective.** Refuse choices with which the ranks would not open a group, each in its own way, or never.
+
+    Hosts that ask for different backends would wait for each other until ``timeout``. Two ranks on one accelerator are
+    refused by its backend's library, in words of its own, or hang. An index tells nothing of that: where a scheduler
+    shows each rank a device of its own, all of them are number 0. So the ranks compare what their devices are.
 
     Args:
         store: where the ranks meet; for this alone.
-        chosen: what the program, ``LOCKSTEP_BACKEND`` or this rank's device asks for; None: nothing does.
+        chosen: this rank's choice.
         identity: this rank's.
         timeout: seconds to wait for the other ranks.
 
     Raises:
-        EnvironmentMismatch: hosts ask for different backends; on all ranks.
+        EnvironmentMismatch: hosts ask for different backends, or ranks have the same device; on all ranks.
         RendezvousError: a rank did not come.
     """
-    words = say_and_hear(store, "chosen", [chosen, socket.gethostname()], identity.rank, identity.world_size, timeout)
-    asked: dict[str | None, list[str]] = {}
-    for rank, (name, host) in enumerate(words):
-        asked.setdefault(name, []).append(f"rank {rank} on {host}")
-    if len(asked) > 1:
+    said = say_and_hear(store, "chosen", asdict(chosen), identity.rank, identity.world_size, timeout)
+    choices = [Choice(**each) for each in said]
+    why = _differing_backends(choices) or _shared_device(choices)
+    if why:
         # Rank 0 may have the store, so it is the last to leave.
         store.add("read", 1)
         limit = time.monotonic() + _FAREWELL
         while identity.rank == 0 and store.add("read", 0) < identity.world_size and time.monotonic() < limit:
             time.sleep(0.01)
-        each = "; ".join(f"{', '.join(ranks)}: {name or 'not chosen'}" for name, ranks in asked.items())
-        raise EnvironmentMismatch(
-            f"rank {identity.rank} of {identity.world_size}: the ranks ask for different backends ({each}). Pass the "
-            f"same one to lockstep.init(), or set {knobs.BACKEND} to the same value on all hosts"
-        )
+        raise EnvironmentMismatch(f"rank {identity.rank} of {identity.world_size}: {why}")
+
+
+def _differing_backends(choices: Sequence[Choice]) -> str:
+    """Say which ranks ask for which backends, if they differ."""
+    asked: dict[str | None, list[str]] = {}
+    for rank, choice in enumerate(choices):
+        asked.setdefault(choice.backend, []).append(f"rank {rank} on {choice.host}")
+    if len(asked) == 1:
+        return ""
+    each = "; ".join(f"{', '.join(ranks)}: {name or 'not chosen'}" for name, ranks in asked.items())
+    return (
+        f"the ranks ask for different backends ({each}). Pass the same one to lockstep.init(), or set {knobs.BACKEND} "
+        "to the same value on all hosts"
+    )
+
+
+def _shared_device(choices: Sequence[Choice]) -> str:
+    """Say which ranks have the same accelerator, if some have."""
+    users: dict[tuple[str, str], list[int]] = {}
+    for rank, choice in enumerate(choices):
+        if choice.device is not None:
+            users.setdefault((choice.boot_id, choice.device), []).append(rank)
+    shared = {device: ranks for (_, device), ranks in users.items() if len(ranks) > 1}
+    if not shared:
+        return ""
+    each = "; ".join(f"{which_ranks(ranks)} on {choices[ranks[0]].host}: {which}" for which, ranks in shared.items())
+    return (
+        f"several ranks have the same device ({each}), and each needs one of its own. Start at most as many ranks as "
+        "there are devices; where each rank is shown devices of its own (srun --gpus-per-task=1), see that they are "
+        "different ones; or pass backend='gloo' to train on the CPU"
+    )
 
 
 def _warn(what: str) -> None:

@@ -30,7 +30,7 @@ from lockstep import accelerator, callsite, knobs, machine
 from lockstep.comm import ending, guests, mpirun
 from lockstep.comm import tracing as _  # noqa: F401  (a trace sees collectives by it)
 from lockstep.comm.allocator import keep_freed_memory
-from lockstep.comm.choose import compare_choices, open_fastest
+from lockstep.comm.choose import Choice, compare_choices, open_fastest
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.gpu import Gpu
 from lockstep.comm.group.register import register
@@ -48,6 +48,8 @@ register()  # the backend "shm", where torch has not done it
 _world: World | None = None
 #: True if shutdown() may destroy the default group: the user's own code has not opened it.
 _owns_group = False
+#: The backend and the seconds that the default group was opened with.
+_opened_with: tuple[str | None, float] | None = None
 #: Groups opened in this process so far, the same number on every rank.
 _groups_opened = 0
 
@@ -87,14 +89,15 @@ def init(
 
     Raises:
         EnvironmentMismatch: the launcher's variables are incomplete or contradict each other, hosts ask for different
-            backends, there are more ranks than GPUs, or this process's parent is this rank already.
+            backends, there are more ranks than GPUs or two ranks have the same one, or this process's parent is this
+            rank already.
         RendezvousError: the ranks could not meet within ``timeout``, or the port is taken.
         ValueError: the backend is unknown or not available here, the timeout is not positive, or the seed is negative
             or 2**63 or more.
         LockstepError: ``init`` was called in this process already, or the ranks passed different values of ``seed`` or
             ``deterministic``.
     """
-    global _world, _owns_group
+    global _world, _owns_group, _opened_with
     if _world is not None and dist.is_initialized():
         raise LockstepError("lockstep.init() was already called in this process; lockstep.world() returns its World")
     identity = Identity.from_environment()
@@ -113,7 +116,7 @@ def init(
         guests.refuse(identity)
         with flight.waiting("lockstep.init(), where the ranks meet"):
             _open_group(backend, identity, limit, device)
-        _owns_group = True
+        _owns_group, _opened_with = True, (backend, limit)
         atexit.register(_shutdown_at_exit)
     group = dist.group.WORLD
     assert group is not None  # just opened
@@ -151,6 +154,28 @@ def world() -> World:
     if _world is None:
         raise LockstepError("no world yet: call lockstep.init() first")
     return _world
+
+
+def reopen() -> None:
+    """**Collective.** Open the default group of the world anew, after the one before was destroyed; the World stays.
+
+    Raises:
+        LockstepError: :func:`init` has not opened the one before, so nobody knows how.
+        RendezvousError: as :func:`init`.
+    """
+    here = world()
+    if _opened_with is None or not _owns_group:
+        raise LockstepError(
+            f"rank {here.rank} of {here.world_size}: the process group has ended, and the program has opened it itself "
+            "(torch.distributed.init_process_group): call lockstep.shutdown(), and open another"
+        )
+    backend, limit = _opened_with
+    identity = Identity.from_environment()
+    with flight.waiting("where the ranks open their process group anew"):
+        _open_group(backend, identity, limit, here.device)
+    group = dist.group.WORLD
+    assert group is not None  # just opened
+    here.move_to(group)
 
 
 def current_world() -> World | None:
@@ -232,18 +257,25 @@ def _choose_device(backend: str | None, identity: Identity) -> torch.device:
         _warn_of_no_collectives(kind, identity)
         return accelerator.CPU
     _require_available(backend, wanted or [own, "gloo"])
-    count, noun = accelerator.count(), accelerator.noun(kind)
-    if identity.local_world_size > count:
-        variable = accelerator.hiding_variable(kind)
-        hidden = "" if variable is None else f" ({variable}={os.environ.get(variable, 'unset')})"
-        raise EnvironmentMismatch(
-            f"rank {identity.rank}: {identity.local_world_size} ranks on this machine but "
-            f"{counted(count, f'visible {noun}')}{hidden}; {own.upper()} needs one {noun} for each rank: start at most "
-            f"{counted(count, 'rank')}, or pass backend='gloo' to train on the CPU"
-        )
-    device = torch.device(kind, identity.local_rank)
+    count = accelerator.count()
+    # A scheduler may show each rank devices of its own, which are fewer than the ranks here and begin with number 0.
+    device = torch.device(kind, identity.local_rank % count)
+    if identity.local_world_size > count and accelerator.identity(device) is None:
+        _refuse_too_few(kind, own, identity)
     accelerator.use(device)
     return device
+
+
+def _refuse_too_few(kind: str, backend: str, identity: Identity) -> None:
+    """Refuse more ranks than devices, where the ranks can't find out whether each has one of its own."""
+    count, noun = accelerator.count(), accelerator.noun(kind)
+    seen = [f"{name}={os.environ.get(name, 'unset')}" for name in accelerator.hiding_variables(kind)]
+    hidden = f" ({', '.join(seen)})" if seen else ""
+    raise EnvironmentMismatch(
+        f"rank {identity.rank}: {identity.local_world_size} ranks on this machine but "
+        f"{counted(count, f'visible {noun}')}{hidden}; {backend.upper()} needs one {noun} for each rank: start at most "
+        f"{counted(count, 'rank')}, or pass backend='gloo' to train on the CPU"
+    )
 
 
 def _warn_of_no_collectives(kind: str, identity: Identity) -> None:
@@ -294,8 +326,12 @@ def _open_group(backend: str | None, identity: Identity, timeout: float, device:
     try:
         _groups_opened += 1
         store = _rendezvous_store(identity, limit)
-        if identity.local_world_size < identity.world_size:
-            chosen = backend if backend or device.type == "cpu" else "that of its GPUs"
+        on_device = device.type != "cpu"
+        if identity.local_world_size < identity.world_size or (on_device and identity.world_size > 1):
+            chosen = Choice(
+                "that of its GPUs" if backend is None and on_device else backend,
+                device=accelerator.identity(device) if on_device else None,
+            )
             compare_choices(PrefixStore(f"choices/{_groups_opened}", store), chosen, identity, timeout)
         if backend is None and device.type == "cpu":
             open_fastest(store, identity, timeout)

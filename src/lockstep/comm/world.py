@@ -72,6 +72,10 @@ class World:
         """
         self._group = None
 
+    def move_to(self, group: dist.ProcessGroup) -> None:
+        """Take another process group of the same ranks, since the one before has ended."""
+        self._group = group
+
     @property
     def share(self) -> BatchShare | None:
         """This rank's share of the global batch in hand, set by the sharded loader; see Note [Exact mean].

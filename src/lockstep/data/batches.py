@@ -34,7 +34,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,8 @@ from lockstep.comm.together import together
 from lockstep.comm.world import World
 from lockstep.data.costs import CostsOfSampler, SampleCosts, as_costs
 from lockstep.data.cursor import Cursor
-from lockstep.data.order import as_indices, batch_count, mix
+from lockstep.data.mixing import mix
+from lockstep.data.order import EpochOrder, as_indices, batch_count
 from lockstep.data.seeding import SamplerNumbers, parts_of_sampler
 from lockstep.errors import CheckpointMismatch, CollectiveMismatch, LockstepError, named
 
@@ -69,6 +70,7 @@ class GlobalBatch(NamedTuple):
     costs: torch.Tensor | None = None
 
 
+@runtime_checkable
 class EpochBatches(Protocol):
     """The global batches of an epoch from the cursor on; the same on every rank."""
 
@@ -78,9 +80,8 @@ class EpochBatches(Protocol):
         ...
 
     @property
-    def order(self) -> torch.Tensor | None:
-        """The indices of the epoch's samples, in the order in which they are used: int64 of shape (samples,); None:
-        they are drawn, and were not known before."""
+    def order(self) -> EpochOrder | None:
+        """The order of the epoch's samples; None: they are drawn, and were not known before."""
         ...
 
     def from_number(self, number: int) -> Iterator[GlobalBatch]:
@@ -101,7 +102,7 @@ class CutOrder:
     """An order of samples, cut into batches of one size.
 
     Args:
-        order: the epoch's order: int64 of shape (samples,).
+        order: the epoch's.
         batch_size: samples of a batch.
         drop_last: whether a last batch of fewer samples is dropped.
         cursor: where the batches begin.
@@ -111,7 +112,7 @@ class CutOrder:
 
     def __init__(
         self,
-        order: torch.Tensor,
+        order: EpochOrder,
         *,
         batch_size: int,
         drop_last: bool,
@@ -121,7 +122,7 @@ class CutOrder:
     ) -> None:
         self.order, self._batch_size, self._first = order, batch_size, cursor
         self._costs = None if costs is None or costs.is_told_by_rank_0 else costs
-        count = batch_count(order.numel(), batch_size=batch_size, drop_last=drop_last, start=cursor.samples)
+        count = batch_count(len(order), batch_size=batch_size, drop_last=drop_last, start=cursor.samples)
         self._end = cursor.batches + count
         self.drawn = drawn
 
@@ -328,7 +329,7 @@ class DrawnBatches:
         self._world, self._loader, self._ahead = shipping.world, shipping.loader, shipping.ahead
         self._begin, self._cursor = begin, cursor
         self.drawn, self._is_chained = drawn, is_chained
-        self.order: torch.Tensor | None = None
+        self.order: EpochOrder | None = None
         costs = shipping.costs
         self._costs = None if costs is None or costs.is_told_by_rank_0 else costs
         self._drawing: Drawing | None = None

@@ -176,19 +176,3 @@ def fingerprint(tree: Any) -> str:
         else:
             digest.update(type(leaf).__qualname__.encode())  # an address in a repr would differ from rank to rank
     return digest.hexdigest()
-
-
-def can_be_random(dataset: object) -> bool:
-    """Return False for a dataset that is known to give the same sample for the same index regardless of generators."""
-    if is_hugging_face(dataset):
-        return bool(dataset.format["type"] == "custom")  # type: ignore[attr-defined]  # a transform; others convert only
-    if type(dataset) in (TensorDataset, list, tuple, range, np.ndarray, torch.Tensor):
-        return False
-    if type(dataset) is Subset:
-        return can_be_random(dataset.dataset)
-    if type(dataset) is ConcatDataset:
-        return any(can_be_random(part) for part in dataset.datasets)
-    if type(dataset) is StackDataset:
-        parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
-        return any(can_be_random(part) for part in parts)
-    return True

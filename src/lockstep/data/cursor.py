@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lockstep.errors import CheckpointMismatch
+from lockstep.text import counted
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,20 @@ class LoaderState:
     #: The state of a batch sampler with a memory of its own, before the epoch under way or after the last one, in JSON
     #: types; or None.
     sampler: Any = None
+    #: The number of ranks among which a stream splits itself, or None.
+    parts: int | None = None
+    #: How to go on in a stream with a state of its own, in JSON types: that of every rank, or, if the stream splits
+    #: itself, of one rank; or None.
+    stream: Any = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the state in JSON types."""
-        later = ("slices", "threads", "costs", "sampler")  # what not every loader has
+        later = ("slices", "threads", "costs", "sampler", "parts", "stream")  # what not every loader has
         return {"format": 1, **{k: v for k, v in asdict(self).items() if v is not None or k not in later}}
+
+    def common(self) -> dict[str, Any]:
+        """Return in JSON types what is the same on all ranks."""
+        return {**self.to_json(), "stream": None}
 
     @classmethod
     def from_json(cls, state: Any) -> LoaderState:
@@ -91,6 +101,7 @@ class LoaderState:
         """
         names = ["order", "length"]
         if self.cursor.in_epoch:
+            self._refuse_other_parts(mine)
             names += ["drop_last"]
             # A position in a list of samples can be reached with any batch size; a stream is counted in batches.
             names += ["batch_size", "num_workers"] if self.order == "stream" else []
@@ -101,3 +112,18 @@ class LoaderState:
                     f"position (epoch {self.cursor.epoch}, sample {self.cursor.samples}) means nothing here. "
                     "Give the loader the data it was saved with, or leave loader= out to begin with new data"
                 )
+
+    def _refuse_other_parts(self, mine: LoaderState) -> None:
+        if self.parts == mine.parts:
+            return
+        before, now = (
+            "was read whole by every rank"
+            if parts is None
+            else f"was read by {counted(parts, 'rank')}, each its own part"
+            for parts in (self.parts, mine.parts)
+        )
+        raise CheckpointMismatch(
+            f"the stream {before}, when this position (epoch {self.cursor.epoch}, batch {self.cursor.batches}) was "
+            f"saved, and it {now} in this run. Which samples were used is known only where it is read in the same way. "
+            "Resume so, or from a checkpoint at the end of an epoch, or leave loader= out to begin the epoch anew"
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from lockstep.comm.peers import OverGroup
@@ -20,8 +19,8 @@ from lockstep.data.batches import (
     Shipping,
     length_of,
 )
-from lockstep.data.cursor import Cursor
-from lockstep.data.order import digest_of, draw_order, epoch_order
+from lockstep.data.cursor import Cursor, LoaderState
+from lockstep.data.order import EpochOrder, digest_of, draw_order, epoch_order, sequential_order
 from lockstep.data.seeding import preserved_generators
 from lockstep.data.source import Shardable
 from lockstep.errors import CheckpointMismatch
@@ -104,19 +103,20 @@ class Epochs:
         """The number of batches of the epoch that was begun last, once all of them are drawn; None: not known."""
         return None if self._now is None else self._now.count
 
-    def sampler_state(self, *, in_epoch: bool) -> Any:
-        """Return the state of a batch sampler that has one, in JSON types; the same on all ranks.
+    def state(self, *, in_epoch: bool) -> dict[str, Any]:
+        """Return what is kept in a :class:`~lockstep.data.cursor.LoaderState`: the state of a batch sampler that has
+        one; the same on all ranks.
 
         Args:
             in_epoch: before the epoch that was begun last; else after it.
         """
         if self._now is None:
-            return self._pending
-        return self._now.before if in_epoch else self._now.after
+            return {"sampler": self._pending}
+        return {"sampler": self._now.before if in_epoch else self._now.after}
 
-    def load(self, state: Any) -> None:
-        """Put the batch sampler into a saved state before the next epoch."""
-        self._now, self._pending = None, state
+    def load(self, saved: LoaderState) -> None:
+        """Put the batch sampler into its saved state before the next epoch."""
+        self._now, self._pending = None, saved.sampler
 
     def _begin_drawing(self, cursor: Cursor, *, seed: int, drawn: str | None) -> DrawnBatches:
         source, shipping = self._source, self._shipping
@@ -128,7 +128,7 @@ class Epochs:
         self._now = DrawnBatches(shipping, begin, cursor=cursor, drawn=drawn, is_chained=True)
         return self._now
 
-    def _order(self, cursor: Cursor, *, seed: int, drawn: str | None) -> tuple[torch.Tensor, str | None]:
+    def _order(self, cursor: Cursor, *, seed: int, drawn: str | None) -> tuple[EpochOrder, str | None]:
         """Return the order of the cursor's epoch, and its digest if a sampler drew it."""
         source, epoch = self._source, cursor.epoch
         if source.order == "sampler":
@@ -143,7 +143,8 @@ class Epochs:
                 )
             return order, digest
         length = source.length or 0
-        return epoch_order(length, seed=seed, epoch=epoch) if source.order == "shuffled" else torch.arange(length), None
+        is_shuffled = source.order == "shuffled"
+        return epoch_order(length, seed=seed, epoch=epoch) if is_shuffled else sequential_order(length), None
 
     def _ask_length(self) -> int | None:
         if self._source.order != "batches" or not self._world.is_main:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import count, islice
+from itertools import count
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,11 +27,12 @@ from lockstep import accelerator, knobs
 from lockstep.comm.parcels import Parcel
 from lockstep.comm.world import World
 from lockstep.data.batches import GlobalBatch
-from lockstep.data.contents import fingerprint
 from lockstep.data.costs import Division
-from lockstep.data.order import mix, share_bounds
-from lockstep.data.seeding import preserved_generators, seed_generators
-from lockstep.data.slicing import Slicing, sizes_in
+from lockstep.data.mixing import mix
+from lockstep.data.order import EpochOrder
+from lockstep.data.reading import Samples, StatefulReading, StreamBatch, StreamMark, has_state, read_by_counting
+from lockstep.data.seeding import SampleSeeds, preserved_generators, seed_generators
+from lockstep.data.slicing import Slicing
 from lockstep.data.source import Shardable
 from lockstep.errors import PeerLost
 from lockstep.job import stop
@@ -42,7 +44,6 @@ Collate = Callable[[list[Any]], Any]
 
 # Keys for mix() within one epoch, distinct from the positions of samples (0 and up).
 _COLLATE = 2**62
-_OPEN_STREAM = 2**62 + 1
 
 _loaders = count()
 
@@ -98,10 +99,51 @@ class Fetched(NamedTuple):
     sizes: Sequence[int] = ()
     #: The indices of the samples of one batch, if nothing else says them; empty for slices and streams.
     indices: Sequence[int] = ()
-    #: The fingerprint of a stream's first global batch, to compare between ranks; otherwise None.
+    #: The fingerprint of the first batch that is read of a stream, to compare between ranks; otherwise None.
     fingerprint: str | None = None
     #: The shares of the machine's other ranks, if this one reads a stream for them, or why they can't be packed.
     parcel: Parcel | str | None = None
+    #: How to go on after a batch of a stream, if it has a state; and what the user must be told of it.
+    mark: StreamMark | None = None
+    warning: str = ""
+
+    @property
+    def is_passed_over(self) -> bool:
+        """True in the place of a batch of a stream that was used before an interruption, and is not read again."""
+        return self.fingerprint == PASSED_OVER
+
+    @property
+    def is_end(self) -> bool:
+        """True for a batch of zero samples that follows the last one of a rank's part of a stream."""
+        return not self.global_samples and not self.is_passed_over
+
+
+#: The fingerprint of what is passed over.
+PASSED_OVER = "passed over"
+
+
+class Pass(Protocol):
+    """A pass over an epoch: over global batches that are known beforehand, or over a stream."""
+
+    @property
+    def drawn(self) -> str | None:
+        """A digest of what the user's sampler drew, to be found again at a resume; None: there is no such sampler."""
+        ...
+
+    @property
+    def order(self) -> EpochOrder | None:
+        """The order of the epoch's samples; None: it is not known, or there is none."""
+        ...
+
+    def beside(self, fetched: Iterator[Fetched], number: int) -> Iterator[Fetched]:
+        """Return what this rank has of the batches from ``number`` on, as its loop asks for it. **Collective** for some
+        numbers, the same on all ranks: before a rank needs what others must tell it.
+
+        Args:
+            fetched: what the inner DataLoader gives: those batches, or of a stream all of the epoch.
+            number: the first batch that was not used yet.
+        """
+        ...
 
 
 class FetchingDataset(Dataset[Fetched]):
@@ -110,7 +152,8 @@ class FetchingDataset(Dataset[Fetched]):
     def __init__(self, dataset: Any, collate: Collate, *, seeded: bool, tells_indices: bool) -> None:
         self.dataset = dataset
         self._collate = collate
-        self._seeded = seeded
+        fetches_batches = callable(getattr(dataset, "__getitems__", None))
+        self._seeds = SampleSeeds(looks_at_first=not fetches_batches) if seeded else None
         self._tells_indices = tells_indices
         # Indexing the tensors gives the same batch as default_collate, bit for bit, in a fraction of the time.
         self._at_once = type(dataset) is TensorDataset and collate is default_collate
@@ -128,25 +171,36 @@ class FetchingDataset(Dataset[Fetched]):
         if self._at_once:
             rows = torch.tensor(key.indices[: key.samples], dtype=torch.int64)
             return [*map(itemgetter(rows), self.dataset.tensors)]
-        # For slices, a collate_fn that draws (mixup) is seeded even if samples can't be random.
-        seeds_collate = self._seeded or (sliced and self._collate is not default_collate)
-        with _own_generators(seeds_collate):
+        # In slices a collate_fn that draws (mixup) is seeded whatever the user says: their bits depend on it.
+        seeds_collate = self._collate is not default_collate and (self._seeds is not None or sliced)
+        with _own_generators(self._seeds is not None or seeds_collate):
             return self._fetch(key, seeds_collate=seeds_collate)
 
     def _fetch(self, key: SliceKey, *, seeds_collate: bool) -> Any:
         seed = mix(key.epoch_key, key.position, _COLLATE) if seeds_collate else None
         if self.at_work is not None:
             self.at_work.note(key.indices[0])
-        if self._seeded:
-            samples = []
-            for position, index in zip(key.positions, key.indices, strict=True):
-                seed_generators(mix(key.epoch_key, position))
-                samples.append(self._sample(index))
-        elif callable(getattr(self.dataset, "__getitems__", None)):
-            samples = self.dataset.__getitems__(key.indices)
+        indices = key.indices
+        if self._seeds is None:
+            samples = self._samples(indices)
         else:
-            samples = [self._sample(index) for index in key.indices]
+            samples = self._seeds.fetch(
+                key.epoch_key,
+                key.positions,
+                lambda place: self._sample(indices[place]),
+                lambda places: self._samples(indices[places.start : places.stop]),
+            )
         return collated(samples, self._collate, empty=key.samples == 0, seed=seed)
+
+    def _samples(self, indices: list[int]) -> list[Any]:
+        if callable(at_once := getattr(self.dataset, "__getitems__", None)):
+            return at_once(indices)  # type: ignore[no-any-return]
+        dataset = self.dataset
+        return (
+            [dataset[index] for index in indices]
+            if self.at_work is None
+            else [self._sample(index) for index in indices]
+        )
 
     def _sample(self, index: int) -> Any:
         if self.at_work is not None:
@@ -154,97 +208,115 @@ class FetchingDataset(Dataset[Fetched]):
         return self.dataset[index]
 
 
+class StreamCut(Protocol):
+    """What a rank makes of the samples that it reads of a stream; see Note [Streams] in ``streams.py``."""
+
+    @property
+    def samples(self) -> int:
+        """The number of samples that are read for a batch."""
+        ...
+
+    def key_at(self, key: int, position: int) -> int:
+        """Return what the random numbers at a position are seeded from, besides the position.
+
+        Args:
+            key: that of the epoch and the worker, the same on all ranks.
+            position: that of a sample among those that are read here.
+        """
+        ...
+
+    def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:
+        """Return what this rank has of a batch, collated, and how to go on after it.
+
+        Args:
+            read: what was read for it.
+            collate: the DataLoader's.
+            seed: what ``collate`` draws from; None: it is not seeded.
+        """
+        ...
+
+    def after_last(self, sample: Any, collate: Collate) -> Fetched | None:
+        """Return what follows the last batch, if anything does.
+
+        Args:
+            sample: one of those that were read.
+            collate: the DataLoader's.
+        """
+        ...
+
+
 class StreamDataset(IterableDataset[Fetched]):
-    """This rank's share of a stream of samples; see Note [Streams]."""
+    """What this rank has of a stream of samples; see Note [Streams] in ``streams.py``."""
 
     def __init__(
-        self,
-        dataset: Iterable[Any],
-        collate: Collate,
-        *,
-        batch_size: int,
-        drop_last: bool,
-        rank: int,
-        world_size: int,
-        seeded: bool,
-        shares: tuple[float, ...] | None = None,
-        sliced: Slicing | None = None,
+        self, dataset: Iterable[Any], collate: Collate, *, cut: StreamCut, drop_last: bool, seeded: bool
     ) -> None:
         self.dataset = dataset
-        self._collate = collate
-        self._batch_size = batch_size
+        self._collate, self._cut = collate, cut
         self._drop_last = drop_last
-        self._rank, self._world_size = rank, world_size
-        self._shares, self._sliced = shares, sliced
         self._seeded = seeded
-        #: mix(seed, epoch), int64 of shape (1,), shared with the workers: persistent workers learn of a new epoch only
-        #: from it.
-        self._epoch_key = torch.zeros(1, dtype=torch.int64).share_memory_()
+        #: mix(seed, epoch) and the number of the pass, int64 of shape (2,), shared with the workers: persistent workers
+        #: learn of a new pass only from it.
+        self._pass = torch.zeros(2, dtype=torch.int64).share_memory_()
+        #: Where each worker goes on, and in which pass.
+        self._marks: Mapping[int, StreamMark] = {}
+        self._marks_are_of = 0
         #: Told which sample is read; set in the workers of a job that lockstep started.
         self.at_work: AtWork | None = None
 
-    def begin(self, epoch_key: int) -> None:
-        """Choose the epoch of the next pass; called in the main process before the pass begins."""
-        self._epoch_key[0] = epoch_key >> 1  # 63 bits fit an int64
+    def begin(self, epoch_key: int, marks: Mapping[int, StreamMark]) -> None:
+        """Choose the epoch of the next pass; called in the main process before the pass begins.
+
+        Args:
+            epoch_key: mix(seed, epoch).
+            marks: by worker, where it goes on.
+        """
+        self._marks_are_of += 1
+        self._marks = marks
+        self._pass[0], self._pass[1] = epoch_key >> 1, self._marks_are_of  # 63 bits fit an int64
 
     def __iter__(self) -> Iterator[Fetched]:
-        worker = get_worker_info()
-        key = mix(int(self._epoch_key[0]), worker.id if worker else 0)
-        with _own_generators(self._seeded):
-            if self._seeded:
-                seed_generators(mix(key, _OPEN_STREAM))
-            stream = iter(self.dataset)
-        position = 0
+        worker, cut = get_worker_info(), self._cut
+        number = worker.id if worker else 0
+        key = mix(int(self._pass[0]), number)
+        batches, drawn = self._batches(key, number), None
+        kept: list[Any] = []
         while True:
             with _own_generators(self._seeded):
-                samples = list(islice(self._seeding(stream, key, position), self._batch_size))
-                short = len(samples) < self._batch_size
-                if not samples or (short and self._drop_last):
-                    return
-                item = self._cut(samples, first=position == 0, seed=mix(key, position, _COLLATE))
+                read = next(batches, None)
+                if read is None or (read.samples and self._drop_last and len(read.samples) < cut.samples):
+                    break
+                kept = kept or [*map(copied, read.samples[:1])]  # (before it is collated)
+                if self._seeded:
+                    drawn = mix(cut.key_at(key, read.position), read.position, _COLLATE)
+                item = cut.batch(read, self._collate, seed=drawn)
             yield item
-            if short:
-                return
-            position += len(samples)
+        if kept and not self._drop_last:
+            with _own_generators(self._seeded):
+                end = cut.after_last(kept[0], self._collate)
+            if end is not None:
+                yield end
 
-    def _seeding(self, stream: Iterator[Any], key: int, position: int) -> Iterator[Any]:
-        """Yield the stream's samples, with the generators seeded before each."""
-        while True:
-            if self._seeded:
-                seed_generators(mix(key, position))
-            if self.at_work is not None:
-                self.at_work.note(position)
-            try:
-                sample = next(stream)
-            except StopIteration:
-                return
-            yield sample
-            position += 1
+    def with_cut(self, cut: StreamCut) -> StreamDataset:
+        """Return the same stream, of which something else is made; :meth:`begin` is called on this one for both."""
+        other = copy.copy(self)
+        other._cut = cut
+        return other
 
-    def _cut(self, samples: list[Any], *, first: bool, seed: int) -> Fetched:
-        print_ = fingerprint(samples) if first else None  # of the samples as they came: a collate_fn may change them
-        return self._share(samples, self._rank, seed=seed)._replace(fingerprint=print_)
+    def go_on_as(self, begun: StreamDataset) -> None:
+        """Go on in the next pass where that one does, of which this is the same stream."""
+        self._marks, self._marks_are_of = begun._marks, begun._marks_are_of
 
-    def _share(self, samples: list[Any], rank: int, *, seed: int) -> Fetched:
-        """Return a rank's share of a global batch."""
-        if self._sliced is not None:
-            return self._share_in_slices(samples, rank, seed=seed, sliced=self._sliced)
-        start, stop = share_bounds(len(samples), rank=rank, world_size=self._world_size, shares=self._shares)
-        mine = samples[start:stop] or samples[:1]
-        batch = collated(mine, self._collate, empty=start == stop, seed=seed if self._seeded else None)
-        return Fetched(batch, stop - start, len(samples))
+    def _samples(self, key: int) -> Samples:
+        return Samples(self._cut, key=key, seeded=self._seeded, at_work=self.at_work)
 
-    def _share_in_slices(self, samples: list[Any], rank: int, *, seed: int, sliced: Slicing) -> Fetched:
-        batches, numbers, count = [], [], 0
-        bounds = sliced.cut(len(samples))
-        for number in range(*sliced.runs_at(0)[rank]):
-            start, stop = bounds[number]
-            if start < stop:
-                own = mix(seed, number) if self._seeded else None
-                batches.append(collated(samples[start:stop], self._collate, empty=False, seed=own))
-                numbers.append(number)
-                count += stop - start
-        return Fetched(batches, count, len(samples), numbers, sizes_in(bounds))
+    def _batches(self, key: int, worker: int) -> Iterator[StreamBatch]:
+        samples = self._samples(key)
+        if not has_state(self.dataset):
+            return read_by_counting(samples, self.dataset)
+        # (A worker that persists has the marks of the pass for which it was started.)
+        mark = self._marks.get(worker) if int(self._pass[1]) == self._marks_are_of else None
+        return StatefulReading(samples, self.dataset, worker=worker, mark=mark).batches()
 
 
 class TimedDataset(FetchingDataset):
@@ -274,7 +346,7 @@ class TimedStream(StreamDataset):
                 fetched = next(slices)
             except StopIteration:
                 return
-            if self.times is not None:
+            if self.times is not None and fetched.global_samples:
                 self.times.add(begun, position, fetched.samples)
             position += fetched.global_samples
             yield fetched
@@ -324,7 +396,16 @@ def collated(samples: list[Any], collate: Collate, *, empty: bool, seed: int | N
 
     if not empty:
         return once(samples)
-    return nothing_of(once(samples[:1]), once([samples[0], samples[0]]))
+    one, *two = (copied(samples[0]) for _ in range(3))
+    return nothing_of(once([one]), once(two))
+
+
+def copied(sample: Any) -> Any:
+    """Return a copy for a ``collate_fn`` that may change it; what can't be copied, itself."""
+    try:
+        return copy.deepcopy(sample)
+    except Exception:  # noqa: BLE001  (whatever a class of a user's raises: most collate_fns leave samples as they are)
+        return sample
 
 
 def _own_generators(seeded: bool) -> AbstractContextManager[None]:
@@ -469,32 +550,36 @@ def inner_loader(
     *,
     pinned: bool,
     seeded: bool,
-    sliced: Slicing | None = None,
+    cut: StreamCut | None,
 ) -> DataLoader[Fetched]:
-    """Return a DataLoader over the same dataset, with the same settings, whose items are slices.
+    """Return a DataLoader over the same dataset, with the same settings, whose items are this rank's of each batch.
 
-    With ``sliced``, an item is all slices that this rank has of a global batch.
+    Args:
+        source: the settings.
+        world: the ranks.
+        keys: tells which samples to fetch, unless the dataset is a stream.
+        generator: for the workers' base seed.
+        pinned: whether batches go to page-locked memory.
+        seeded: whether samples are.
+        cut: what becomes of the samples of a stream; None: the dataset is none.
     """
     given, traced = source.loader, knobs.trace() is not None
     dataset: FetchingDataset | StreamDataset
-    if source.order == "stream":
+    if cut is not None:
         dataset = (TimedStream if traced else StreamDataset)(
-            given.dataset,  # type: ignore[arg-type]  # an IterableDataset, or the order would be another
+            given.dataset,  # type: ignore[arg-type]  # an IterableDataset, or there would be no cut
             given.collate_fn,
-            batch_size=source.batch_size or 0,  # a stream has one
+            cut=cut,
             drop_last=source.drop_last,
-            rank=world.rank,
-            world_size=world.world_size,
             seeded=seeded,
-            shares=source.shares,
-            sliced=sliced,
         )
-        workers = given.num_workers
     else:
         dataset = (TimedDataset if traced else FetchingDataset)(
             given.dataset, given.collate_fn, seeded=seeded, tells_indices=not source.is_cut_by_number
         )
-        workers = max(1, given.num_workers // world.local_world_size) if given.num_workers else 0
+    workers = given.num_workers
+    if not source.is_read_whole:  # (where each rank reads all of a stream, it needs the workers of one process)
+        workers = max(1, workers // world.local_world_size) if workers else 0
     return _InnerLoader(
         dataset,
         batch_size=None,

@@ -1,16 +1,4 @@
-"""shard(): a DataLoader whose batch size is that of all ranks together, and each rank's share of every batch.
-
-Note [Streams]
-~~~~~~~~~~~~~~
-An iterable dataset can't be indexed, so all of it is read, and each rank gets its contiguous share of each global
-batch. One rank of each machine reads, and hands the others their shares (Note [Read once a machine] in
-``data/shared_stream.py``); where it can't, every rank reads the whole stream and keeps its share: exact as well, at the
-price of reading everything on each rank. With worker processes torch gives each worker a copy of the dataset, which the
-dataset splits by ``get_worker_info()``; the number of workers then decides which samples share a batch. So it is not
-divided among the ranks: W workers of the rank that reads take the same batches as W workers in one process. The ranks
-compare their first global batch, because a stream that splits itself by rank as well (as some libraries do) would
-otherwise be split twice, silently.
-"""
+"""shard(): a DataLoader whose batch size is that of all ranks together, and each rank's share of every batch."""
 
 from __future__ import annotations
 
@@ -28,14 +16,12 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep import callsite
 from lockstep.comm.calls import of_all_ranks
-from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.in_order.places import HandedOut
 from lockstep.comm.init import current_world
 from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import agreed
 from lockstep.comm.world import World
 from lockstep.data.batches import EpochBatches, GlobalBatch
-from lockstep.data.contents import can_be_random
 from lockstep.data.costs import ByCost, ByNumber, Division
 from lockstep.data.cursor import Cursor, LoaderState
 from lockstep.data.device import on_device
@@ -44,7 +30,7 @@ from lockstep.data.fetch import (
     Fetched,
     FetchingDataset,
     Keys,
-    StreamDataset,
+    Pass,
     inner_loader,
     naming_dead_workers,
     share_keys,
@@ -53,12 +39,16 @@ from lockstep.data.fetch import (
     step_keys,
 )
 from lockstep.data.last_pass import LastPass
-from lockstep.data.order import batch_count, mix, share_bounds
+from lockstep.data.marks import read_marks
+from lockstep.data.mixing import mix
+from lockstep.data.order import batch_count, share_bounds
 from lockstep.data.seeding import preserved_generators
 from lockstep.data.shared_stream import shared
 from lockstep.data.slicing import SliceOptions, Slices, sizes_in
 from lockstep.data.source import REMEDIES, Shardable, read_source
 from lockstep.data.steps import Batches, Step, StepKey, Steps
+from lockstep.data.stream_cuts import stream_cut
+from lockstep.data.streams import StreamEpochs
 from lockstep.errors import LockstepError
 from lockstep.job import flight, notes
 from lockstep.job.page import Phase
@@ -82,6 +72,7 @@ def shard(
     slices: int | Literal["auto"] | Slices | None = None,
     shares: Sequence[float] | None = None,
     costs: Iterable[float] | Callable[[int], float] | Literal["sampler"] | None = None,
+    stream: Literal["whole", "parts"] | None = None,
 ) -> ShardedLoader:
     """**Collective.** Return a loader that gives this rank its share of each batch of ``loader``.
 
@@ -94,13 +85,13 @@ def shard(
     (of the right dtypes and trailing shapes), so that every rank takes every step.
 
     The DataLoader itself is left as it was. Its workers are divided among the ranks of a machine (rounded down, at
-    least one each if there were any). An iterable dataset is read once a machine, by all of them: see Note [Streams] in
-    ``data/loader.py``.
+    least one each if there were any). An iterable dataset that splits itself is divided so, too; any other is read once
+    a machine, by all of them: see Note [Streams] in ``data/streams.py``.
 
     Samplers: ``shuffle=True`` and no shuffling are ordered by lockstep. With any other sampler rank 0 draws the order
     at the beginning of each epoch, with its generator seeded from (seed, epoch), and all ranks get that order;
-    beginning a pass is then **Collective**. So is the first batch of a stream, and any later one comes from the rank
-    that reads it.
+    beginning a pass is then **Collective**. So is the first batch of a stream; any later one comes from the rank that
+    reads it, and each one of a stream that splits itself is **Collective**.
 
     Batch samplers: one of your own (buckets of lengths, a number of tokens, some of each class) draws the *global*
     batches, of whatever size, and each is cut into shares. Rank 0 alone asks it, for some hundred batches at a time,
@@ -111,10 +102,10 @@ def shard(
         seed: the seed of the order and of the samples' seeds, the same on all ranks. None: the initial seed of the
             ``generator=`` that the DataLoader was given, or else the world's seed.
         seed_samples: seed the generators of torch, Python and NumPy before each sample, so that random augmentation is
-            the same at every world size and after a resume: Note [Sample seeds] in ``data/seeding.py``. Costs
-            about 15 µs a sample; skipped for datasets that can't be random: TensorDataset, and Hugging Face's
-            without a transform of your own. With it a dataset that can fetch a whole batch at once (``__getitems__``)
-            is asked sample by sample; turn this off where that is slow and nothing is random.
+            the same at every world size and after a resume: Note [Sample seeds] in ``data/seeding.py``. Only the
+            generators that samples draw from are seeded; a sample that draws for the first time, and those of its
+            batch, are fetched twice. A dataset that can fetch a whole batch at once (``__getitems__``) is asked sample
+            by sample once it draws.
         to_device: on a CUDA rank, pin the memory and copy each batch to ``world.device`` while the one before it is in
             use. On a CPU rank batches are handed over as they are.
         slices: cut every global batch into this many slices at any world size; a rank goes through several, one after
@@ -131,13 +122,19 @@ def shard(
             dataset, in any unit; a function from an index to it, which is asked on rank 0; or ``"sampler"``: each batch
             of the batch sampler is then a pair of its indices and their costs. With ``shares`` the costs are in their
             proportion; with ``slices`` each slice costs the same, on any number of ranks.
+        stream: how the ranks read an iterable dataset. ``"whole"``: each reads all of it and keeps its share of every
+            global batch. ``"parts"``: the dataset gives each rank a part of its own, of which a rank takes as many
+            samples as its share of a batch has; parts may be unequal: Note [Parts of a stream] in ``data/parts.py``.
+            None: as the dataset says, which those of webdataset, Hugging Face, MosaicML Streaming and LitData do; one
+            that says nothing is read whole. The ranks compare their first batches in either case.
 
     Raises:
         LockstepError: ``lockstep.init()`` has not been called.
         TypeError: ``loader`` is not a DataLoader, or its dataset has no length; ``costs`` are not numbers.
         ValueError: the batch is smaller than the world; ``shares`` has not one positive number for each rank, or leaves
             one without a sample; ``costs`` has not one number of 0 or more for each sample, or the dataset is a stream;
-            the DataLoader has a sampler that splits the data by rank, no batching, or in_order=False; or the ranks
+            the DataLoader has a sampler that splits the data by rank, no batching, or in_order=False; ``stream`` is
+            given for another dataset, or with ``slices``, or the dataset was split for other ranks; or the ranks
             differ in batch size, seed, costs, or contents of their datasets: Note [What ranks compare] in
             ``data/contents.py``. On every rank.
         LockstepError: the dataset or the DataLoader failed on another rank while it was inspected.
@@ -162,6 +159,7 @@ def shard(
             slices=count,
             shares=shares,
         ).with_costs(costs)
+        source = source.with_stream(stream, rank=world.rank, world_size=world.world_size)
         if options is not None:
             options.refuse_unfit(source)
         return source, options
@@ -175,8 +173,7 @@ def shard(
         remedies=REMEDIES,
     )
     device = world.device if to_device and world.device.type != "cpu" else None
-    seeded = seed_samples and can_be_random(loader.dataset)
-    return ShardedLoader(source, world, device=device, seeded=seeded, options=options)
+    return ShardedLoader(source, world, device=device, seeded=seed_samples, options=options)
 
 
 _AS_GIVEN = "lockstep.shard has taken it from the DataLoader that it was given, which has it still"
@@ -255,8 +252,8 @@ class ShardedLoader:
         #: Hooks to call after an epoch's last batch; see register_end_of_pass_hook.
         self._end_hooks: dict[int, Callable[[], object]] = OrderedDict()
         self._keys = Keys()
-        #: The global batches of the epoch under way, and True if they must be requested anew.
-        self._now: EpochBatches | None = None
+        #: The pass over the epoch under way, and True if its batches must be requested anew.
+        self._now: Pass | None = None
         self._is_recut = False
         self._last_pass = LastPass(by_index=not source.is_cut_by_number)
         by = ByNumber if source.costs is None else ByCost
@@ -266,6 +263,7 @@ class ShardedLoader:
         # The workers' base seed is drawn from here and not from the global generator, which a resumed run would then
         # find in another state.
         self._generator = torch.Generator()
+        cut_of = partial(stream_cut, source, world_size=world.world_size, sliced=self._slicing)
         inner = inner_loader(
             source,
             world,
@@ -273,11 +271,11 @@ class ShardedLoader:
             self._generator,
             pinned=device is not None,
             seeded=seeded,
-            sliced=self._slicing,
+            cut=cut_of(rank=world.rank),
         )
-        self._inner = shared(inner, world, seeded=seeded, drop_last=source.drop_last)
-        #: The epochs; None: those of a stream, which is read as it comes.
-        self._epochs = None if source.order == "stream" else Epochs(source, world, loader=self._number, inner=inner)
+        self._inner = shared(inner, world, source, cut_of, seeded=seeded)
+        make = StreamEpochs if source.order == "stream" else Epochs
+        self._epochs = make(source, world, loader=self._number, inner=inner)
         #: True if a batch may have fewer samples than this rank's share: torch's own collate_fn drops none.
         self._may_drop = source.loader.collate_fn is not default_collate
         self._say_who_is_left_out()
@@ -355,7 +353,7 @@ class ShardedLoader:
     def _count_batches(self, *, start: int) -> int:
         """Return the number of batches from sample ``start`` to the end of an epoch."""
         if self.batch_size is None:
-            length = None if self._epochs is None else self._epochs.length
+            length = self._epochs.length
             if length is None:
                 raise TypeError(f"the batch sampler {type(self._source.sampler).__name__} has no length")
             return length
@@ -382,7 +380,7 @@ class ShardedLoader:
         until all of them are drawn."""
         if self.batch_size is not None:
             return self._count_batches(start=self._cursor.samples)
-        drawn = None if self._epochs is None or not self._cursor.in_epoch else self._epochs.count
+        drawn = self._epochs.count if self._cursor.in_epoch else None
         return max(0, (self._count_batches(start=0) if drawn is None else drawn) - self._cursor.batches)
 
     @property
@@ -405,6 +403,9 @@ class ShardedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the loop's position, in JSON types; the same on every rank, and valid for any world size.
 
+        Inside an epoch of a stream that splits itself by rank it is valid for as many ranks only, and if the dataset
+        has a ``state_dict``, each rank's holds its own: Note [States of streams] in ``data/reading.py``.
+
         The batch in hand counts as done, batches fetched ahead do not. Between passes the position is the beginning of
         the next epoch.
         """
@@ -425,16 +426,16 @@ class ShardedLoader:
         def check() -> LoaderState:
             saved = LoaderState.from_json(state)
             saved.refuse_unless_continued_by(self._state())
+            read_marks(saved.stream)
             return saved
 
-        saved = agreed(OverGroup(self._world), "ShardedLoader.load_state_dict", check, LoaderState.to_json)
+        saved = agreed(OverGroup(self._world), "ShardedLoader.load_state_dict", check, LoaderState.common)
         self._take_slices(saved)
         self.seed = saved.seed
         self._cursor = saved.cursor
         self._resuming = saved.cursor.in_epoch
         self._drawn, self._now = saved.drawn, None
-        if self._epochs is not None:
-            self._epochs.load(saved.sampler)
+        self._epochs.load(saved)
         self._pass = None
 
     def register_step_boundary_hook(self, hook: Callable[[], object]) -> RemovableHandle:
@@ -472,11 +473,12 @@ class ShardedLoader:
             batch_size=self.batch_size,
             drop_last=self.drop_last,
             num_workers=self.num_workers if self._source.order == "stream" else None,
+            parts=None if self._source.split_by is None else self._world.world_size,
             drawn=(self._drawn if self._now is None else self._now.drawn) if self._cursor.in_epoch else None,
             slices=self.slices,
             threads=None if self._options is None else self._options.threads,
             costs=None if self._slicing is None or self._source.costs is None else self._source.costs.fact,
-            sampler=None if self._epochs is None else self._epochs.sampler_state(in_epoch=self._cursor.in_epoch),
+            **self._epochs.state(in_epoch=self._cursor.in_epoch),
         )
 
     def _take_slices(self, saved: LoaderState) -> None:
@@ -584,7 +586,7 @@ class ShardedLoader:
         # A stream has neither a FetchingDataset nor batches with numbers, and is not cut again; see SliceOptions.
         assert slicing is not None
         assert isinstance(dataset, FetchingDataset)
-        assert now is not None
+        assert isinstance(now, EpochBatches)
         batch: GlobalBatch = now.batch(number)
         count = len(batch.indices)
         largest = max(sizes_in(slicing.cut(count)))
@@ -601,8 +603,7 @@ class ShardedLoader:
     def _batches(self) -> Iterator[Fetched]:
         """Yield the rest of the epoch's batches, requested anew after they are cut into other slices."""
         draws_here = self._slicing is not None and not self._seeded and not self.num_workers
-        if self._epochs is not None:
-            self._now = self._epochs.begin(self._cursor, seed=self.seed, drawn=self._drawn)
+        self._now = self._epochs.begin(self._cursor, seed=self.seed, drawn=self._drawn)
         while True:
             self._is_recut = False
             ahead = self._fetch()
@@ -683,7 +684,7 @@ class ShardedLoader:
         order = None if self._now is None else self._now.order
         total = None if source.order in ("batches", "stream") else source.length
         if order is not None:  # a sampler may draw another number than it says
-            total = order.numel()
+            total = len(order)
         if self._slicing is not None:
             why = "the loader was sharded with slices=, whose outputs come in pieces: shard one without for predictions"
         else:
@@ -691,7 +692,7 @@ class ShardedLoader:
         return self._last_pass.handed_out(
             self._number,
             total=total,
-            order=None if source.order == "sequential" else order,
+            order=None if source.order == "sequential" or order is None else order[:],
             unfinished=why,
         )
 
@@ -702,47 +703,22 @@ class ShardedLoader:
 
     def _fetch(self) -> Iterator[Fetched]:
         """Return this rank's share of the batches from the cursor to the end of its epoch."""
-        epoch_key = mix(self.seed, self._cursor.epoch)
+        epoch_key, now = mix(self.seed, self._cursor.epoch), self._now
+        assert now is not None  # begun with the pass
         self._generator.manual_seed(mix(epoch_key, self._world.rank))
-        stream = self._inner.dataset
-        if isinstance(stream, StreamDataset):
-            stream.begin(epoch_key)
-            batches: Iterable[Fetched] = self._compared(self._inner, skip=self._cursor.batches)
-        else:
-            assert self._now is not None  # begun with the pass
-            global_batches = self._now.from_number(self._cursor.batches)
+        if isinstance(now, EpochBatches):  # (all but streams)
+            global_batches = now.from_number(self._cursor.batches)
             rank, division, sliced = self._world.rank, self._division, self._slicing
             self._keys.keys = (
                 share_keys(global_batches, division, rank=rank, epoch_key=epoch_key)
                 if sliced is None
                 else step_keys(global_batches, division, rank=rank, epoch_key=epoch_key, sliced=sliced)
             )
-            batches = self._inner
+        batches: Iterable[Fetched] = self._inner
         if self._device is not None:
             batches = on_device(batches, self._device)
         fetched = iter(naming_dead_workers(batches) if self.num_workers else batches)
-        return fetched if self._now is None else self._now.beside(fetched, self._cursor.batches)
-
-    def _compared(self, fetched: Iterable[Fetched], skip: int) -> Iterator[Fetched]:
-        """Yield a stream without its first ``skip`` batches, after the ranks have compared its first global batch."""
-        number = -1
-        for number, item in enumerate(fetched):
-            if number == 0:
-                self._compare_first(item.fingerprint)
-            if number >= skip:
-                yield item
-        if number < 0:
-            self._compare_first(None)  # an empty stream here must not leave the others waiting
-
-    def _compare_first(self, fingerprint: str | None) -> None:
-        prints = all_gather_records(fingerprint, self._world.group)
-        if any(print_ != prints[0] for print_ in prints):
-            raise LockstepError(
-                f"rank {self._world.rank}: the ranks read different streams: the first global batch of epoch "
-                f"{self._cursor.epoch} is not the same everywhere (fingerprints by rank, None for an empty stream: "
-                f"{prints}). lockstep.shard needs every rank to read the whole stream; if yours splits itself by "
-                "rank, use the DataLoader without lockstep.shard, or switch its splitting off"
-            )
+        return now.beside(fetched, self._cursor.batches)
 
     def _say_what_was_dropped(self, fetched: Fetched) -> None:
         size = size_unlike(fetched.batch, fetched.samples)

@@ -15,8 +15,10 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, islice
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -24,31 +26,108 @@ from lockstep.comm.exchange import group_device
 from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import together
 from lockstep.comm.world import World
+from lockstep.data.mixing import mix, mixed
 from lockstep.data.seeding import SamplerNumbers
 from lockstep.errors import LockstepError, named
 
-_MASK = 2**64 - 1
+#: Longer epochs are not shuffled as a list: see Note [Long epochs].
+LISTED = 2**22
+#: Rounds of the permutation of a long epoch.
+_ROUNDS = 8
+#: Places that are looked up at a time: 64 KB of indices.
+_BLOCK = 8192
 
 
-def mix(*numbers: int) -> int:
-    """Return one 64-bit number from several, each bit depending on all of them; the same everywhere and always.
+class EpochOrder(Protocol):
+    """The order of an epoch's samples, the same on every rank: a tensor of indices, or what can be sliced as one is."""
 
-    Source: the finaliser of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    def __getitem__(self, places: slice) -> torch.Tensor:
+        """Return the indices of the samples at these places, which follow each other: int64."""
+        ...
+
+
+class Sequential:
+    """The order of the data set itself."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, places: slice) -> torch.Tensor:
+        """See :class:`EpochOrder`."""
+        begin, end, _ = places.indices(self._length)
+        return torch.arange(begin, max(begin, end))
+
+
+class Permuted:
+    """A shuffled order of which each place is computed when it is asked for; see Note [Long epochs].
+
+    Args:
+        length: the number of samples, 2 to 2**62.
+        key: the number that decides the permutation.
     """
-    state = 0
-    for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state
+
+    def __init__(self, length: int, key: int) -> None:
+        self._length = length
+        self._width = math.isqrt(length - 1) + 1
+        self._height = -(-length // self._width)
+        self._keys = [mix(key, number) for number in range(_ROUNDS)]
+        self._block: tuple[int, torch.Tensor] = (-1, torch.empty(0, dtype=torch.int64))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, places: slice) -> torch.Tensor:
+        """See :class:`EpochOrder`."""
+        begin, end, _ = places.indices(self._length)
+        if begin >= end:
+            return torch.empty(0, dtype=torch.int64)
+        blocks = [self._looked_up(number) for number in range(begin // _BLOCK, -(-end // _BLOCK))]
+        first = begin // _BLOCK * _BLOCK
+        return torch.cat(blocks)[begin - first : end - first] if blocks[1:] else blocks[0][begin - first : end - first]
+
+    def _looked_up(self, number: int) -> torch.Tensor:
+        if self._block[0] != number:
+            begin = number * _BLOCK
+            places = np.arange(begin, min(begin + _BLOCK, self._length), dtype=np.int64)
+            self._block = number, torch.from_numpy(self._indices_at(places))
+        return self._block[1]
+
+    def _indices_at(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        indices = self._permuted(places)
+        while (beyond := np.flatnonzero(indices >= self._length)).size:  # of the rectangle, but not of the epoch
+            indices[beyond] = self._permuted(indices[beyond])
+        return indices
+
+    def _permuted(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the numbers that the permutation of 0 to width * height - 1 has for these."""
+        high, low = np.divmod(places, self._width)
+        for number, key in enumerate(self._keys):
+            size = self._width if number % 2 else self._height
+            added = (mixed(key, low) % np.uint64(size)).astype(np.int64)
+            high, low = low, (high + added) % size
+        return high * self._width + low
 
 
-def epoch_order(length: int, *, seed: int, epoch: int) -> torch.Tensor:
-    """Return a shuffled epoch: a permutation of ``range(length)`` as int64, the same on every rank."""
+def epoch_order(length: int, *, seed: int, epoch: int) -> EpochOrder:
+    """Return a shuffled epoch: a permutation of ``range(length)``, the same on every rank."""
+    key = mix(seed, epoch)
+    if length > LISTED:
+        return Permuted(length, key)
     generator = torch.Generator()
-    generator.manual_seed(mix(seed, epoch))
+    generator.manual_seed(key)
     return torch.randperm(length, generator=generator)
+
+
+def sequential_order(length: int) -> EpochOrder:
+    """Return an epoch in the order of the data set."""
+    return Sequential(length) if length > LISTED else torch.arange(length)
 
 
 def share_bounds(count: int, *, rank: int, world_size: int, shares: tuple[float, ...] | None = None) -> tuple[int, int]:

@@ -2,10 +2,21 @@
 
 Note [Sample seeds]
 ~~~~~~~~~~~~~~~~~~~
-Before a sample is fetched, the generators of torch (CPU), Python and NumPy's legacy interface are seeded from (seed,
-epoch, position of the sample in the epoch's order). So a sample is augmented the same way on any rank, in any worker
-process, in a world of any size, and after a resume in the middle of an epoch; and differently in the next epoch, or
-when a sampler draws it twice in one. The position is used rather than the sample's index for the sake of the latter.
+What a sample draws from the generators of torch (CPU), Python and NumPy's legacy interface is decided by (seed, epoch,
+position of the sample in the epoch's order). So a sample is augmented the same way on any rank, in any worker process,
+in a world of any size, and after a resume in the middle of an epoch; and differently in the next epoch, or when a
+sampler draws it twice in one. The position is used rather than the sample's index for the sake of the latter.
+
+Seeding the three takes longer than many a dataset takes for a sample, and most draw from one of them or from none. So a
+generator is seeded for each sample only once a sample was seen to draw from it. Until then it rests, in a state that
+(seed, epoch) decide, and is looked at after each batch: if it has moved, the batch is fetched once more, with it seeded
+before each sample. Of the first batch of all the first sample is looked at alone, so that a dataset that always draws
+is asked twice for that one (unless it fetches whole batches, which is worth more). What is handed out is the same as if
+all three were always seeded. A dataset can read a generator without moving it (``torch.initial_seed()``, or drawing
+within a context that restores the state afterwards): it then finds the resting state, the same for all samples of the
+epoch, at any number of ranks.
+
+The samples of a stream can't be asked for twice, so all three are seeded before each.
 
 A worker process uses its generators for nothing else. In the main process (``num_workers=0``) their states are
 restored after each batch, so that fetching data does not affect the model's dropout.
@@ -24,7 +35,7 @@ the same numbers on every rank. A generator that a sampler makes in ``__iter__``
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,6 +43,10 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from lockstep.data.generators import GENERATORS
+from lockstep.data.mixing import mixed
+
+Sample = TypeVar("Sample")
 Item = TypeVar("Item")
 
 #: The deepest sampler within samplers whose generators are seeded.
@@ -40,14 +55,13 @@ _DEEPEST = 4
 
 def seed_generators(seed: int) -> None:
     """Seed torch's CPU generator, Python's and NumPy's from one 64-bit number. This takes about 13 µs."""
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed >> 32)
+    for generator in GENERATORS:
+        generator.seed(seed)
 
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Restore the generators of torch (CPU), Python and NumPy after the block. This takes about 150 µs."""
+    """Restore the generators of torch (CPU), Python and NumPy after the block."""
     before = _states()
     try:
         yield
@@ -55,20 +69,114 @@ def preserved_generators() -> Iterator[None]:
         _restore(before)
 
 
+class SampleSeeds:
+    """Fetches samples whose random numbers are those of their positions; see Note [Sample seeds].
+
+    A dataset's workers share it, over all epochs.
+
+    Args:
+        looks_at_first: whether the first sample is fetched and looked at alone, rather than with its batch.
+    """
+
+    def __init__(self, *, looks_at_first: bool) -> None:
+        #: 1 for each generator that a sample was seen to draw from, and 1 at the end once a sample was looked at.
+        self._seen = torch.zeros(len(GENERATORS) + 1, dtype=torch.uint8).share_memory_()
+        self._seen[-1] = not looks_at_first
+        #: The epoch's key and the state in which each generator rests.
+        self._rest: tuple[int, list[Any]] = (-1, [])
+
+    def fetch(
+        self,
+        epoch_key: int,
+        positions: Sequence[int],
+        one: Callable[[int], Sample],
+        several: Callable[[range], list[Sample]],
+    ) -> list[Sample]:
+        """Return the samples at ``positions`` of the epoch's order.
+
+        Afterwards the generators are anywhere: the caller puts them back.
+
+        Args:
+            epoch_key: a number for the seed and the epoch, unlike those of all others.
+            positions: one for each sample.
+            one: fetches a sample, given its place in ``positions``.
+            several: fetches samples, given their places, where no generator has to be seeded.
+        """
+        places = range(len(positions))
+        if self._seen[-1]:
+            return self._watched(epoch_key, positions, places, one, several)
+        first = self._watched(epoch_key, positions, places[:1], one, several)
+        self._seen[-1] = 1
+        return first + (self._watched(epoch_key, positions, places[1:], one, several) if places[1:] else [])
+
+    def _watched(
+        self,
+        epoch_key: int,
+        positions: Sequence[int],
+        places: range,
+        one: Callable[[int], Sample],
+        several: Callable[[range], list[Sample]],
+    ) -> list[Sample]:
+        while True:
+            resting = self._let_rest(epoch_key)
+            try:
+                if len(resting) < len(GENERATORS):
+                    samples = self._seeding(epoch_key, positions, places, one, resting)
+                else:
+                    samples = several(places)
+            except Exception:
+                if not self._have_moved(resting):
+                    raise
+            else:
+                if not self._have_moved(resting):
+                    return samples
+
+    def _seeding(
+        self,
+        epoch_key: int,
+        positions: Sequence[int],
+        places: range,
+        one: Callable[[int], Sample],
+        resting: Mapping[int, Any],
+    ) -> list[Sample]:
+        """Return the samples, with the generators that do not rest seeded before each."""
+        seeded = [generator for number, generator in enumerate(GENERATORS) if number not in resting]
+        samples = []
+        for place, seed in zip(places, mixed(epoch_key, positions[places.start : places.stop]).tolist(), strict=True):
+            for generator in seeded:
+                generator.seed(seed)
+            samples.append(one(place))
+        return samples
+
+    def _have_moved(self, resting: Mapping[int, Any]) -> bool:
+        """Return whether one of these generators has left its state, and note which."""
+        moved = [number for number, state in resting.items() if not GENERATORS[number].is_at(state)]
+        if moved:
+            self._seen[moved] = 1
+        return bool(moved)
+
+    def _let_rest(self, epoch_key: int) -> dict[int, Any]:
+        """Put the generators that nothing was seen to draw from into the epoch's state; return it, by their number."""
+        if self._rest[0] != epoch_key:
+            seed_generators(epoch_key)
+            self._rest = (epoch_key, _states())
+        seen = self._seen.tolist()
+        resting = {number: state for number, state in enumerate(self._rest[1]) if not seen[number]}
+        for number, state in resting.items():
+            GENERATORS[number].set_state(state)
+        return resting
+
+
 def without_drawing(items: Iterator[Item]) -> Iterator[tuple[Item | None, bool]]:
     """Yield each item with whether anything has been drawn from the common generators to make it, and at the end None
-    with whether anything has been drawn to find it. This takes about 40 µs an item."""
+    with whether anything has been drawn to find it."""
     while True:
-        before = _told_apart()
+        before = _states()
         item = next(items, None)
-        yield item, _told_apart() != before
+        stand = all(generator.is_at(state) for generator, state in zip(GENERATORS, before, strict=True))
+        yield item, not stand
         if item is None:
             return
-
-
-def _told_apart() -> tuple[Any, ...]:
-    of_torch, of_python, of_numpy = _states()
-    return of_torch.numpy().tobytes(), of_python, of_numpy[1].tobytes(), *of_numpy[2:]
 
 
 class SamplerNumbers:
@@ -155,11 +263,10 @@ def _attributes(thing: object) -> list[Any]:
     return list(vars(thing).values()) if hasattr(thing, "__dict__") else []
 
 
-def _states() -> tuple[Any, Any, Any]:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+def _states() -> list[Any]:
+    return [generator.state() for generator in GENERATORS]
 
 
-def _restore(states: tuple[Any, Any, Any]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
+def _restore(states: Sequence[Any]) -> None:
+    for generator, state in zip(GENERATORS, states, strict=True):
+        generator.set_state(state)

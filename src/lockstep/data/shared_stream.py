@@ -26,7 +26,7 @@ alike. What comes of it is what would have come if all had read from the start, 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -40,8 +40,10 @@ from lockstep.comm.parcels import Parcel, Unpackable, opened
 from lockstep.comm.together import class_name, class_named
 from lockstep.comm.world import World
 from lockstep.data.contents import fingerprint
-from lockstep.data.fetch import Fetched, StreamDataset, TimedStream, naming_dead_workers
+from lockstep.data.fetch import Collate, Fetched, StreamCut, StreamDataset, copied, naming_dead_workers
+from lockstep.data.reading import StreamBatch, has_state, read_by_counting
 from lockstep.data.seeding import preserved_generators, without_drawing
+from lockstep.data.source import Shardable
 from lockstep.errors import LockstepError
 from lockstep.trees import map_leaves
 
@@ -57,40 +59,44 @@ _LONGEST = 20_000
 
 
 def shared(
-    own: DataLoader[Fetched], world: World, *, seeded: bool, drop_last: bool
+    own: DataLoader[Fetched], world: World, source: Shardable, cut_of: Callable[..., StreamCut | None], *, seeded: bool
 ) -> DataLoader[Fetched] | SharedStream:
-    """Return what reads a stream once a machine, or ``own`` where that is no stream or there is one rank.
+    """Return what reads a stream once a machine, or ``own`` where there is one rank, or no stream that is read whole.
 
     Args:
         own: the DataLoader by which a rank reads by itself.
         world: all ranks.
+        source: the settings.
+        cut_of: what ``rank=`` makes of the samples.
         seeded: whether samples are seeded.
-        drop_last: whether a last batch of fewer samples is dropped.
     """
-    if world.world_size == 1 or not isinstance(own.dataset, StreamDataset):
+    if world.world_size == 1 or source.order != "stream" or not source.is_read_whole:
         return own
-    return SharedStream(own, world, seeded=seeded, drop_last=drop_last)
+    return SharedStream(own, world, cut_of, seeded=seeded, drop_last=source.drop_last)
 
 
-class LeaderStream(StreamDataset):
-    """A stream that is read for several ranks.
+class LeaderCut:
+    """This rank's share of a batch, and with it those of other ranks, packed.
 
     Args:
-        stream: the same for this rank alone; what :meth:`begin` says to one of them holds for both.
-        others: the other ranks.
+        own: cuts this rank's.
+        others: cut the other ranks'.
     """
 
-    def __init__(self, stream: StreamDataset, others: Sequence[int]) -> None:
-        vars(self).update(vars(stream))
-        self._others = others
+    def __init__(self, own: StreamCut, others: Sequence[StreamCut]) -> None:
+        self._own, self._others = own, others
+        self.samples, self.key_at, self.after_last = own.samples, own.key_at, own.after_last
 
-    def _cut(self, samples: list[Any], *, first: bool, seed: int) -> Fetched:
+    def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:
+        """See :class:`~lockstep.data.fetch.StreamCut`."""
         worker = get_worker_info()
         # The first sample of worker 0 is the one that the other ranks look at.
-        looked_at = fingerprint(samples[:1]) if first and (worker is None or not worker.id) else None
-        own = super()._cut(samples, first=first, seed=seed)
-        shares = [self._share(samples, rank, seed=seed) for rank in self._others]
+        is_first = read.samples and not read.position and (worker is None or not worker.id)
+        looked_at = fingerprint(read.samples[:1]) if is_first else None
+        own = self._own.batch(read, collate, seed=seed)
+        shares = [cut.batch(read, collate, seed=seed) for cut in self._others]
         try:
+            # (The first fingerprint is that of samples which no collate_fn has seen.)
             parcel = Parcel.of([(share._replace(fingerprint=own.fingerprint), looked_at) for share in shares])
         except Unpackable as error:
             return own._replace(
@@ -98,10 +104,6 @@ class LeaderStream(StreamDataset):
                 "return tensors, arrays, numbers and texts, and it is read once a machine"
             )
         return own._replace(parcel=parcel)
-
-
-class TimedLeaderStream(TimedStream, LeaderStream):
-    """A :class:`LeaderStream` for a traced job."""
 
 
 class FirstSample(StreamDataset):
@@ -112,15 +114,31 @@ class FirstSample(StreamDataset):
     """
 
     def __init__(self, stream: StreamDataset) -> None:
-        vars(self).update(vars(stream), _batch_size=1, _drop_last=False)
+        vars(self).update(vars(stream), _cut=_OneSample(), _drop_last=False)
 
     def __iter__(self) -> Iterator[Fetched]:
         worker = get_worker_info()
         if worker is None or not worker.id:
             yield from islice(super().__iter__(), 1)
 
-    def _cut(self, samples: list[Any], *, first: bool, seed: int) -> Fetched:  # noqa: ARG002
-        return Fetched(None, 0, 0, fingerprint=fingerprint(samples))
+    def _batches(self, key: int, worker: int) -> Iterator[StreamBatch]:  # noqa: ARG002
+        # (Of a dataset with a state a copy, as it would be in another one afterwards.)
+        return read_by_counting(self._samples(key), copied(self.dataset) if has_state(self.dataset) else self.dataset)
+
+
+class _OneSample:
+    """A sample as a batch, of which only the fingerprint is wanted."""
+
+    samples = 1
+
+    def key_at(self, key: int, position: int) -> int:  # noqa: ARG002  (as the protocol has it)
+        return key
+
+    def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:  # noqa: ARG002
+        return Fetched(None, 0, 0, fingerprint=fingerprint(read.samples))
+
+    def after_last(self, sample: Any, collate: Collate) -> Fetched | None:  # noqa: ARG002
+        return None
 
 
 @dataclass(frozen=True)
@@ -158,12 +176,22 @@ class SharedStream:
     Args:
         own: the DataLoader by which this rank reads by itself.
         world: all ranks.
-        seeded, drop_last: as for :func:`shared`.
+        cut_of: what ``rank=`` makes of the samples.
+        seeded: whether samples are seeded.
+        drop_last: whether a last batch of fewer samples is dropped.
     """
 
-    def __init__(self, own: DataLoader[Fetched], world: World, *, seeded: bool, drop_last: bool) -> None:
+    def __init__(
+        self,
+        own: DataLoader[Fetched],
+        world: World,
+        cut_of: Callable[..., StreamCut | None],
+        *,
+        seeded: bool,
+        drop_last: bool,
+    ) -> None:
         assert isinstance(own.dataset, StreamDataset)
-        self._own, self._world = own, world
+        self._own, self._world, self._cut_of = own, world, cut_of
         self._may_draw, self._drop_last = not (seeded or own.num_workers), drop_last
         self.dataset, self.num_workers, self.prefetch_factor = own.dataset, own.num_workers, own.prefetch_factor
         #: False once it is known that each rank has to read by itself.
@@ -233,8 +261,10 @@ class SharedStream:
         """Read for all ranks of this machine: yield each batch, and why every rank has to read it by itself; empty if
         it has not. At the end there may be such a reason alone."""
         if self._reader is None:
-            kind = TimedLeaderStream if isinstance(self.dataset, TimedStream) else LeaderStream
-            self._reader = _like(self._own, kind(self.dataset, local.members[1:]), persistent=True)
+            own, *others = (cut for rank in local.members if (cut := self._cut_of(rank=rank)) is not None)
+            self._reader = _like(self._own, self.dataset.with_cut(LeaderCut(own, others)), persistent=True)
+        assert isinstance(self._reader.dataset, StreamDataset)
+        self._reader.dataset.go_on_as(self.dataset)
         reader: Iterable[Fetched] = naming_dead_workers(self._reader) if self.num_workers else self._reader
         told = without_drawing(iter(reader)) if self._may_draw else ((fetched, False) for fetched in reader)
         for fetched, has_drawn in told:
@@ -265,9 +295,9 @@ class SharedStream:
             fetched, first = _taken(message, descriptors[0])
             number += 1
             line.send(Accepted(number))
-            if number == 1 and not self._has_looked:
+            if first is not None and not self._has_looked:
                 self._has_looked = True
-                if first is not None and seen != first:  # so that the comparison of the first batches fails
+                if seen != first:  # so that the comparison of the first batches fails
                     fetched = fetched._replace(fingerprint=seen)
             yield self._pinned(fetched)
         if message.why == "by all":

@@ -102,8 +102,15 @@ class SliceOptions:
         """Refuse a ``source`` that can't be cut in this way.
 
         Raises:
-            ValueError: ``source`` is a stream, and slices would have to move or be fetched again.
+            ValueError: ``source`` is a stream, and slices would have to move or be fetched again; or each rank reads a
+                part of it.
         """
+        if source.split_by is not None:
+            raise ValueError(
+                f"slices={self.facts()['slices']!r}: {source.split_by} gives each rank a part of this stream, so which "
+                "samples share a slice depends on the number of ranks, and so would the bits. Let every rank read the "
+                'whole stream (do not split it, and say stream="whole"), or leave slices= out'
+            )
         if source.order == "stream" and (self.balance or self.chooses):
             what = "balance=True" if self.balance else 'slices="auto"'
             raise ValueError(

@@ -19,12 +19,13 @@ from lockstep.data.contents import contents_of
 from lockstep.data.costs import SampleCosts, read_costs
 from lockstep.data.order import read_shares, share_bounds
 from lockstep.data.seeding import parts_of_sampler
+from lockstep.data.self_splitting import read_stream_option
 from lockstep.data.split import Split
 
 #: Fact that differs between ranks -> the remedy; "" for all facts about the dataset's contents.
 REMEDIES = {
     **dict.fromkeys(("the kind of order", "the batch size", "drop_last", "the seed", "num_workers"), ""),
-    **dict.fromkeys(("slices", "shares", "balance", "threads"), ""),
+    **dict.fromkeys(("slices", "shares", "balance", "threads", "who splits the stream"), ""),
     "costs": ": each rank would divide the batches in its own way. Make the costs alike on every rank",
     "": (
         ". The ranks hold different data of the same kind, so that some samples would be trained on twice and others "
@@ -53,6 +54,29 @@ class Shardable:
     shares: tuple[float, ...] | None = None
     #: What samples cost, if the parts of a batch are to cost the same.
     costs: SampleCosts | None = None
+    #: By whose word each rank reads a part of the stream; None: each reads all of it, or the dataset is no stream.
+    split_by: str | None = None
+
+    def with_stream(self, said: object, *, rank: int, world_size: int) -> Shardable:
+        """Return the same with how the ranks read its stream: see Note [Parts of a stream] in ``parts.py``.
+
+        Args:
+            said: the user's argument.
+            rank: this rank.
+            world_size: the number of ranks.
+
+        Raises:
+            TypeError, ValueError: it is none of the words, or the dataset is no stream, or is split for other ranks.
+        """
+        if self.order != "stream":
+            if said is None:
+                return self
+            raise ValueError(
+                f"stream={said!r}: the dataset {type(self.loader.dataset).__name__} is no stream (IterableDataset): "
+                "leave it out"
+            )
+        split_by = read_stream_option(said, self.loader.dataset, rank=rank, world_size=world_size)
+        return replace(self, split_by=split_by)
 
     def with_costs(self, costs: object) -> Shardable:
         """Return the same with the costs that a user gave.
@@ -76,11 +100,19 @@ class Shardable:
 
     @property
     def length(self) -> int | None:
-        """The number of samples of an epoch; with a batch sampler, of the dataset. None: it is unknown."""
+        """The number of samples of an epoch; with a batch sampler, of the dataset. None: it is unknown, as is that of
+        a stream in parts: some libraries mean a part by it, and others all."""
+        if self.split_by is not None:
+            return None
         counted = self.sampler if self.order == "sampler" else self.loader.dataset
         if self.order in ("stream", "batches") and not hasattr(counted, "__len__"):
             return None
         return len(counted)  # type: ignore[arg-type]  # checked by read_source
+
+    @property
+    def is_read_whole(self) -> bool:
+        """True if every rank reads all samples of a stream."""
+        return self.order == "stream" and self.split_by is None
 
     @property
     def is_cut_by_number(self) -> bool:
@@ -99,8 +131,9 @@ class Shardable:
             "costs": None if self.costs is None else self.costs.fact,
             # A stream is split by its workers, so their number decides which samples make a batch.
             "num_workers": self.loader.num_workers if self.order == "stream" else None,
+            "who splits the stream": self.split_by,
         }
-        # For a stream, the first global batch is compared instead; see Note [Streams].
+        # For a stream, the first global batch is compared instead; see Note [Streams] in streams.py.
         return settings | (contents_of(self.loader.dataset) if contents and self.order != "stream" else {})
 
 

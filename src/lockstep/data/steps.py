@@ -27,20 +27,19 @@ that did not fit are dropped before their batch is fetched again.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from lockstep import accelerator
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.labels import labelled
 from lockstep.comm.world import World
-from lockstep.data.order import mix
+from lockstep.data.generators import NUMPY, PYTHON
+from lockstep.data.mixing import mix
 from lockstep.data.seeding import seed_generators
 from lockstep.errors import LockstepError
 from lockstep.job import flight
@@ -336,12 +335,12 @@ class _Generators:
     step/streams.py.)"""
 
     def __init__(self, world: World) -> None:
-        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._python, self._numpy = PYTHON.state(), NUMPY.state()
         self._device, self._of_device = world.device, accelerator.rng_state(world.device)
 
     def restore(self) -> None:
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        PYTHON.set_state(self._python)
+        NUMPY.set_state(self._numpy)
         if self._of_device is not None:
             accelerator.set_rng_state(self._of_device, self._device)
 

@@ -208,7 +208,9 @@ def changed(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
     groups = bits.packed([one.nbytes // 4 + 1 for one, _ in pairs])
     ours = _digests([[pairs[i] for i in group] for group in groups])
     theirs = _digests([[(pairs[i][1], pairs[i][1]) for i in group] for group in groups])
-    differing = torch.nonzero(ours.cpu() != theirs.cpu()).flatten().tolist()
+    home = theirs.device if ours.is_cpu else ours.device  # (a copy to the host would have to be waited for)
+    differs = ours.to(home, non_blocking=True) != theirs.to(home, non_blocking=True)
+    differing = [group for group, is_other in enumerate(differs.tolist()) if is_other]
     return [i for group in differing for i in groups[group]]
 
 

@@ -18,8 +18,8 @@ which batch it is in sets no flag, and differs from no other:
 - inside ``join``, where ranks rightly run out of data;
 - no forward belongs to the gradients, or the replicas are not the whole world's.
 
-"No batch in hand" is a batch like others: a rank that has left the loop for good differs from those that have not. On a
-GPU the flags are not read, since that would wait for the device.
+"No batch in hand" is a batch like others: a rank that has left the loop for good differs from those that have not. On
+an accelerator the flags are read a backward later: Note [Read a backward later] in ``later.py``.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.accelerator import CPU
 from lockstep.comm.exchange import all_gather_records
 from lockstep.ddp.bucket import Bucket
-from lockstep.ddp.rider import BackwardState
+from lockstep.ddp.rider import BackwardState, Standing
 from lockstep.errors import CollectiveMismatch
 from lockstep.step.share import BatchId
 
@@ -51,12 +52,13 @@ class BatchFlags:
     Args:
         group: the ranks.
         dtype: of the flags.
+        device: of the flags.
     """
 
-    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device = CPU) -> None:
         self._group = group
         #: Row d: the flags of digest d.
-        self._rows = _rows(dtype)
+        self._rows = _rows(dtype, device)
 
     def width(self, parameters: int, *, is_last: bool) -> int:  # noqa: ARG002  (as the protocol has it)
         """See :class:`~lockstep.ddp.rider.Rider`."""
@@ -67,7 +69,11 @@ class BatchFlags:
         if sending.batch is not None:
             flags.copy_(self._rows[_digest(sending.batch)])
 
-    def read(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:  # noqa: ARG002
+    def row(self, sending: Standing) -> Tensor | None:
+        """See :class:`~lockstep.ddp.later.RankComparison`."""
+        return None if sending.batch is None else self._rows[_digest(sending.batch)]
+
+    def read(self, bucket: Bucket, flags: Tensor, sending: Standing) -> None:  # noqa: ARG002
         """See :class:`~lockstep.ddp.rider.Rider`.
 
         Raises:
@@ -90,9 +96,9 @@ class BatchFlags:
 
 
 @lru_cache(maxsize=8)
-def _rows(dtype: torch.dtype) -> Tensor:
+def _rows(dtype: torch.dtype, device: torch.device) -> Tensor:
     bits = torch.arange(1 << _BITS).unsqueeze(1) >> torch.arange(_BITS) & 1
-    return torch.stack([bits, 1 - bits], dim=2).view(-1, _FLAGS).to(dtype)
+    return torch.stack([bits, 1 - bits], dim=2).view(-1, _FLAGS).to(dtype).to(device)
 
 
 def _digest(identity: BatchId) -> int:

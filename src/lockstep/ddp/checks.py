@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
-from lockstep import callsite
+from lockstep import accelerator, callsite
 from lockstep.comm.labels import compares_labels
 from lockstep.ddp.batches import BatchFlags
 from lockstep.ddp.drift import DriftCheck
@@ -16,6 +16,7 @@ from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.guard import StepGuard
 from lockstep.ddp.hooks import Forward
 from lockstep.ddp.kept_count import KeptCount
+from lockstep.ddp.later import RankComparison, ReadLater
 from lockstep.ddp.left_out import LeftOut
 from lockstep.ddp.members import parameters_of
 from lockstep.ddp.options import ReplicaOptions
@@ -51,6 +52,7 @@ class GradientChecks:
         self._guard: StepGuard | None = None
         self.finite: FiniteCheck | None = None
         self._unaveraged: Unaveraged | None = None
+        self._later: ReadLater | None = None
         #: Those who look at what the model is given.
         self.looks: list[InputLook] = []
         self._same_batches = None if not options.tells_same_batches else SameBatches(group, self.looks)
@@ -101,10 +103,22 @@ class GradientChecks:
                 riders.insert(0, LeftOut(self._group, param.dtype))
             if batches:
                 riders.append(BatchFlags(self._group, param.dtype))
+        elif self._world_size > 1 and param is not None:
+            riders.insert(0, self._read_later(param, batches=batches))
         same = self._same_batches
         if self._world_size > 1 and param is not None and same is not None and not same.is_over:
             riders.append(same)
         return riders if self.drift is None else [*riders, self.drift]
+
+    def _read_later(self, param: Parameter, *, batches: bool) -> ReadLater:
+        """Return the comparisons for an accelerator: always the same, since one of their looks is still to be read."""
+        if self._later is None:
+            device = accelerator.with_index(param.device)
+            compared: list[RankComparison] = [LeftOut(self._group, param.dtype, device)]
+            if batches:
+                compared.append(BatchFlags(self._group, param.dtype, device))
+            self._later = ReadLater(compared, device)
+        return self._later
 
     # In training ----------------------------------------------------------------------------------------------------
 

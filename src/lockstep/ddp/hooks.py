@@ -29,7 +29,7 @@ and so on until the end, where the others wait for one that never comes. Until t
 on all ranks, and the number of forwards may rightly differ: a recurrent cell is called as often as a sequence is long.
 What differs is the number of forwards since the last averaged backward that no backward has come through. So it is sent
 with every average, and if it differs all ranks raise: in the label, before any data moves, over a backend that compares
-labels, otherwise in flags that are summed with the gradients (on the CPU; reading them on a GPU would wait for it).
+labels, otherwise in flags that are summed with the gradients (on an accelerator they are read a backward later).
 
 Only forwards for training count: in training mode, with gradients, outside ``no_sync`` and ``join``, with an output
 through which a backward can come. ``torch.autograd.grad`` through it counts as a backward. A forward that failed does

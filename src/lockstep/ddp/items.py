@@ -11,10 +11,11 @@ averages begins, the ranks add these up, by one all-reduce of whole numbers. Fro
 whole, as that of samples is (Note [Exact mean] in ``step/share.py``), and nothing else differs.
 
 A rank that has weighed must not meet one that has not. A backend that compares labels tells them apart before any data
-moves. Other backends would pair the count of one with the gradients of the other. So over these, once all ranks have
-weighed, they exchange in each later backward whether they do. (One case remains: a rank weighs in its first backward of
-all when others don't, over gloo or NCCL. The messages have different sizes, and the backend ends the job for that, in
-its own words.)
+moves. Other backends would pair the count of one with the gradients of the other; where gradients on an accelerator
+have a backend of their own, both would wait. So over these the ranks exchange in their first averaged backward whether
+they weigh, and if they do, in each later one. (One case remains: a rank weighs for the first time in a later backward
+when others don't. Over gloo the messages have different sizes, and it ends the job for that, in its own words; over
+NCCL the rank waits until its time limit.)
 """
 
 from __future__ import annotations
@@ -49,9 +50,8 @@ class ItemTotals:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._world_size = group, dist.get_world_size(group)
         self._device = group_device(group)
-        self._compares_labels = compares_labels(group, self._device)
-        #: True if ranks that have not weighed take part as well; the same on all ranks.
-        self.asks_all = False
+        #: True if ranks that have not weighed take part as well; the same on all ranks. At first they do.
+        self.asks_all = self._can_mix = self._world_size > 1 and not compares_labels(group, self._device)
 
     def weight(self, items: int | None, *, is_mixed: bool, whoami: Callable[[], str]) -> float | None:
         """**Collective** if this rank has weighed, or all did before. Return the weight of one item of this rank.
@@ -79,9 +79,9 @@ class ItemTotals:
         total, weighing, others = map(int, sums.tolist())
         if weighing and others:
             raise CollectiveMismatch(f"{whoami()}: {MIXED}")
+        self.asks_all = self._can_mix and weighing > 0
         if not weighing:
             return None
-        self.asks_all = self._world_size > 1 and not self._compares_labels
         if total == 0:
             raise LockstepError(
                 f"{whoami()}: every rank has called world.weigh(0), so there is no mean over items: skip this step, on "

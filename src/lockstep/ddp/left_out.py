@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.accelerator import CPU
 from lockstep.comm.exchange import all_gather_records
 from lockstep.ddp.bucket import Bucket
-from lockstep.ddp.rider import BackwardState
+from lockstep.ddp.rider import BackwardState, Standing
 from lockstep.errors import CollectiveMismatch
 from lockstep.text import counted, sentence
 
@@ -28,10 +29,11 @@ class LeftOut:
     Args:
         group: the ranks that hold replicas.
         dtype: of the flags.
+        device: of the flags.
     """
 
-    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-        self._group, self._rows = group, torch.eye(_FLAGS, dtype=dtype)
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device = CPU) -> None:
+        self._group, self._rows = group, torch.eye(_FLAGS, dtype=dtype).to(device)
 
     def width(self, parameters: int, *, is_last: bool) -> int:  # noqa: ARG002  (as the protocol has it)
         """See :class:`~lockstep.ddp.rider.Rider`."""
@@ -41,7 +43,11 @@ class LeftOut:
         """See :class:`~lockstep.ddp.rider.Rider`."""
         flags.copy_(self._rows[sending.progress % _FLAGS])
 
-    def read(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:  # noqa: ARG002
+    def row(self, sending: Standing) -> Tensor:
+        """See :class:`~lockstep.ddp.later.RankComparison`."""
+        return self._rows[sending.progress % _FLAGS]
+
+    def read(self, bucket: Bucket, flags: Tensor, sending: Standing) -> None:  # noqa: ARG002
         """See :class:`~lockstep.ddp.rider.Rider`.
 
         Raises:

@@ -20,7 +20,7 @@ of a and q; that undoes some of either, and has one more number to choose.)
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -36,6 +36,10 @@ from lockstep.errors import CheckpointMismatch, ReplicaMismatch
 
 #: Makes the outer optimizer of the anchors.
 MakeOuter = Callable[[list[Parameter]], torch.optim.Optimizer]
+
+
+#: Elements of anchors on a device that are copied together.
+_TOGETHER = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -222,13 +226,14 @@ class LocalRounds:
 
     @torch.no_grad()
     def _begin(self, *, final: bool) -> None:
-        values, bad, at = self._exchange.zeros(), -1, 0
-        for position, (param, anchor) in enumerate(zip(self._params, self._anchors, strict=True)):
-            way = values[at : at + anchor.numel()]
-            way.copy_((anchor - param.to(anchor.dtype)).view(-1))
-            at += anchor.numel()
-            if bad < 0 and not bool(torch.isfinite(way).all()):
-                bad = position
+        values, ends = self._exchange.zeros(), 0
+        for run in self._runs():
+            ways = [(self._anchors[at] - self._params[at].to(self._anchors[at].dtype)).reshape(-1) for at in run]
+            start, ends = ends, ends + sum(map(torch.numel, ways))
+            values[start:ends].copy_(ways[0] if len(ways) == 1 else torch.cat(ways))
+        parts = values[:ends].split([anchor.numel() for anchor in self._anchors])
+        finite = torch.stack([torch.isfinite(part).all() for part in parts]).tolist() if parts else []
+        bad = finite.index(False) if False in finite else -1
         values += self._exchange.error
         standing = Standing(self.rounds, self.steps, int(final), bad, _bits(self._anchors), self._mask())
         self.steps, self.rounds = 0, self.rounds + 1
@@ -238,15 +243,32 @@ class LocalRounds:
         """Let the outer optimizer step, unless no rank has trained; return whether it did."""
         if outcome.average is None:
             return False
-        at = 0
-        for param, anchor in zip(self._params, self._anchors, strict=True):
-            way = outcome.average[at : at + anchor.numel()].view_as(anchor)
-            at += anchor.numel()
-            # A parameter that is frozen now has no gradient, so neither momentum nor decay moves it.
-            anchor.grad = way.to(anchor.device, anchor.dtype) if param.requires_grad else None
+        ends = 0
+        for run in self._runs():
+            sizes = [self._anchors[at].numel() for at in run]
+            start, ends = ends, ends + sum(sizes)
+            ways = outcome.average[start:ends].to(self._anchors[run[0]].device).split(sizes)
+            for at, way in zip(run, ways, strict=True):
+                anchor = self._anchors[at]
+                # A parameter that is frozen now has no gradient, so neither momentum nor decay moves it.
+                anchor.grad = way.view_as(anchor).to(anchor.dtype) if self._params[at].requires_grad else None
         self.outer.step()
         self.outer.zero_grad()
         return True
+
+    def _runs(self) -> Iterator[range]:
+        """Yield the positions of neighbours that go to another device in one copy, for which their own is waited for
+        once: of one device and dtype, and not so many that a second copy of them matters. On the CPU each is alone."""
+        first, elements = 0, 0
+        for at, anchor in enumerate(self._anchors):
+            before = self._anchors[first]
+            is_other = (anchor.device, anchor.dtype) != (before.device, before.dtype)
+            if at > first and (is_other or anchor.is_cpu or elements + anchor.numel() > _TOGETHER):
+                yield range(first, at)
+                first, elements = at, 0
+            elements += anchor.numel()
+        if self._anchors:
+            yield range(first, len(self._anchors))
 
     def _mask(self) -> int:
         return zlib.crc32(bytes(param.requires_grad for param in self._params))
@@ -336,8 +358,8 @@ def _anchor_of(param: Parameter) -> Parameter:
 def _bits(anchors: Sequence[Tensor]) -> int:
     """Return a sum over the bits of tensors, which differs if the tensors do, but for a rare accident."""
     kinds = {4: torch.int32, 8: torch.int64}
-    sums = [anchor.detach().contiguous().view(kinds[anchor.element_size()]).sum().cpu() for anchor in anchors]
-    return int(torch.stack(sums).sum()) if sums else 0
+    sums = [anchor.detach().contiguous().view(kinds[anchor.element_size()]).sum() for anchor in anchors]
+    return int(torch.stack([each.to(sums[0].device) for each in sums]).sum()) if sums else 0
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> str:

@@ -56,7 +56,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -488,6 +488,19 @@ class Reducer:
             param.grad = None
 
 
+def _are_not_zero(grads: Sequence[Tensor]) -> Iterator[bool]:
+    """Yield whether each of some gradients has elements that are not 0; of sparse ones always. Devices are waited for
+    once, for all of them."""
+    looks = [grad.layout == torch.strided for grad in grads]
+    on_devices = [grad for grad, is_dense in zip(grads, looks, strict=True) if is_dense and not grad.is_cpu]
+    read: Iterator[bool] = iter(())
+    if on_devices:
+        home = on_devices[0].device
+        read = iter(torch.stack([grad.any().to(home, non_blocking=True) for grad in on_devices]).tolist())
+    for grad, is_dense in zip(grads, looks, strict=True):
+        yield True if not is_dense else bool(grad.any()) if grad.is_cpu else next(read)
+
+
 class AccumulatedWeights:
     """The weight by which the gradients in ``grad`` still have to be multiplied; see Note [Accumulated weights]."""
 
@@ -538,15 +551,15 @@ class AccumulatedWeights:
         """Return whether the script has dropped the accumulated gradients."""
         if all(param.grad is None for param in self._params):
             return True
-        return bool(self._accumulated) and all(
-            grad._version != version and not bool(grad.any()) for grad, version in self._accumulated
-        )
+        if not self._accumulated or any(grad._version == version for grad, version in self._accumulated):
+            return False
+        return not any(_are_not_zero([grad for grad, _ in self._accumulated]))
 
     @torch.no_grad()
     def _put_aside(self) -> None:
-        for param in self._params:
-            grad = param.grad
-            if grad is not None and (grad.layout != torch.strided or bool(grad.any())):
+        there = [(param, param.grad) for param in self._params if param.grad is not None]
+        for (param, grad), is_not_zero in zip(there, _are_not_zero([grad for _, grad in there]), strict=True):
+            if is_not_zero:
                 self.aside.append((param, grad.clone()))
                 grad.zero_()
 

@@ -15,8 +15,8 @@ from lockstep.errors import LockstepError
 from lockstep.step.share import BatchId
 
 
-class BackwardState(Protocol):
-    """The backward as its riders see it."""
+class Standing(Protocol):
+    """How far a rank is in a backward."""
 
     #: Number of averaged backwards begun on this rank, this one included.
     number: int
@@ -26,6 +26,15 @@ class BackwardState(Protocol):
     progress: int
     #: The batch that the gradients are of; see Note [Batches compared].
     batch: BatchId | None
+
+    def whoami(self) -> str:
+        """Return a description of this rank and its step."""
+        ...
+
+
+class BackwardState(Standing, Protocol):
+    """The backward as its riders see it."""
+
     #: True if a comm hook reduces the gradients instead of the backend.
     is_hooked: bool
     #: True if all ranks leave this step out. A rider may set it, on all ranks.
@@ -33,10 +42,6 @@ class BackwardState(Protocol):
 
     def name_of(self, bucket: Bucket, slot: int) -> str:
         """Return the name of a parameter."""
-        ...
-
-    def whoami(self) -> str:
-        """Return a description of this rank and its step."""
         ...
 
     def leave(self, rider: Rider) -> None:

@@ -84,20 +84,22 @@ class SparseTransfer:
         self._name, self._param, self._group, self._look = slot.name, slot.param, slot.group, slot.look
         self._world_size = dist.get_world_size(slot.group)
         self._indices, self._values = indices, values
-        mine = torch.tensor(said, dtype=torch.int64, device=values.device)
-        self._announced = [mine]
+        # (To an accelerator so few bytes are copied at once: nothing waits for it.)
+        mine = torch.tensor(said, dtype=torch.int64).to(values.device, non_blocking=True)
+        #: What each rank said: int64 [world size, 2], read at once since each read waits for a device.
+        self._announced = mine.view(1, -1)
         self._work: dist.Work | None = None
         self._counts: list[int] | None = None
         if self._world_size > 1:
-            self._announced = [torch.zeros_like(mine) for _ in range(self._world_size)]
-            self._work = dist.all_gather(self._announced, mine, group=slot.group, async_op=True)
+            self._announced = mine.new_empty(self._world_size, len(said))
+            self._work = dist.all_gather([*self._announced.unbind()], mine, group=slot.group, async_op=True)
 
     def hear(self) -> list[int]:
         """**Collective.** Return the number of rows of each rank, and note it if any rank has flagged its own."""
         if self._counts is None:
             if self._work is not None:
                 wait_for(self._work.wait, self._describe)
-            told = [each.tolist() for each in self._announced]
+            told = self._announced.tolist()
             if self._look is not None and any(bad for _, bad in told):
                 self._look.note_flagged_rows()
             self._counts = [count for count, _ in told]

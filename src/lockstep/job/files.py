@@ -82,6 +82,15 @@ class JobFiles:
         """Return a rank's exports of torch.profiler, in order."""
         return sorted(self.folder.glob(f"profile-{rank}-*.json"), key=lambda path: int(path.stem.split("-")[2]))
 
+    @property
+    def flight_recorders(self) -> Path:
+        """What the names of the files begin with that torch's flight recorders write, one a rank."""
+        return self.folder / "flight-recorder-rank"
+
+    def flight_recorder(self, rank: int) -> Path:
+        """Return the file of a rank's flight recorder; see launch/watchdog.py."""
+        return self.flight_recorders.with_name(f"{self.flight_recorders.name}{rank}")
+
     def told(self) -> str:
         """Return the launcher's report on the rank that holds up the others now; empty if there is none."""
         try:

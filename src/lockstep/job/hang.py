@@ -262,7 +262,7 @@ class StepTimes:
         return statistics.median(self._times) if self._times else 0.0
 
 
-def patience(seen: Seen, *, usual: float, shortest: float, works: bool = True) -> float:
+def patience(seen: Seen, *, usual: float, shortest: float, works: bool = True, warming_up: float = WARMING_UP) -> float:
     """Return the seconds that a rank may hold up others without a sign of life; see Note [Late or slow].
 
     ``works`` is False where all ranks of the job wait: none of them writes, evaluates or compiles meanwhile.
@@ -275,14 +275,20 @@ def patience(seen: Seen, *, usual: float, shortest: float, works: bool = True) -
     if seen.standstill is not None and look.mark.waiting:
         return usual  # in a collective there is no work of its own that might take long
     if (look.steps or 0) < WARM or phase is Phase.LEAVING or (phase is Phase.EVALUATE and works):
-        usual = max(usual, WARMING_UP)
+        usual = max(usual, warming_up)
     if works and phase in (Phase.SAVE, Phase.RESTORE, Phase.COMPILE):
         usual = max(usual, LONG)
     return usual
 
 
 def compare(
-    ranks: Sequence[Seen], *, now: float, usual: float, shortest: float | None = None, whole: bool = True
+    ranks: Sequence[Seen],
+    *,
+    now: float,
+    usual: float,
+    shortest: float | None = None,
+    whole: bool = True,
+    warming_up: float = WARMING_UP,
 ) -> HangVerdict | None:
     """Return which ranks hold up which for longer than is ``usual`` (in seconds); None: none does.
 
@@ -292,11 +298,12 @@ def compare(
         usual: what a rank that works may hold up the others.
         shortest: the limit for one that can't continue; None: the same.
         whole: these are all ranks of the job; what those of other machines do is not known here.
+        warming_up: the least for a rank that has taken fewer than two steps.
     """
     shortest = usual if shortest is None else shortest
 
     def limit_of(seen: Seen) -> float:
-        return patience(seen, usual=usual, shortest=shortest)
+        return patience(seen, usual=usual, shortest=shortest, warming_up=warming_up)
 
     waits = {seen.rank: since for seen in ranks if (since := seen.waiting_since) is not None}
     late = [seen for seen in ranks if seen.rank not in waits]
@@ -323,7 +330,9 @@ def compare(
         if all(seen.look.on_device for seen in ranks):
             return None  # as well each may have a long kernel of its own
         sure = whole and not any(seen.look.on_device for seen in ranks)
-        limits = [patience(seen, usual=usual, shortest=shortest, works=not sure) for seen in ranks]
+        limits = [
+            patience(seen, usual=usual, shortest=shortest, works=not sure, warming_up=warming_up) for seen in ranks
+        ]
         limit = max(0.0 if sure else WARMING_UP, *limits)
         return HangVerdict(HangKind.APART, (), tuple(waits), since) if now - since > limit else None
     overdue = [seen for seen in late if seen.exit_code is None and _is_overdue(seen, limit_of(seen), since, now)]

@@ -82,9 +82,9 @@ NAMES = {
 class Cell(enum.IntEnum):
     """The numbers of a page, by their place in it.
 
-    The first is written at every event, the next two at every step. The three from ``RUN_STEPS`` on have a cache line
-    of their own, since other ranks read ``PROPOSAL`` at every step. The launcher's numbers, and those that are written
-    rarely, lie behind the texts.
+    The first is written at every event, the next two at every step. The four from ``RUN_STEPS`` on have a cache line
+    of their own, since other ranks read ``PROPOSAL`` or ``INTERRUPT`` at every step. The launcher's numbers, and those
+    that are written rarely, lie behind the texts.
     """
 
     #: The rank's mark; see Note [One writer a page] and :class:`Mark`.
@@ -102,6 +102,9 @@ class Cell(enum.IntEnum):
     LISTENS = 9
     #: This rank's proposal of a common act and its step; see stop.py. 0: none.
     PROPOSAL = 10
+    #: The same of the step at which the ranks end a cell that is interrupted: see Note [An interrupt] in
+    #: interactive/interrupt.py.
+    INTERRUPT = 11
     #: Resident bytes, which the launcher notes about once a second.
     MEMORY = 192
     #: Milliseconds spent in the first phase since the rank was started; those of the other phases follow.

@@ -88,19 +88,20 @@ class PageBoard:
     _STEPS = 1 << 40
     _ACTIONS = len(Action)
 
-    def __init__(self, pages: Pages, *, rank: int) -> None:
+    def __init__(self, pages: Pages, *, rank: int, cell: Cell = Cell.PROPOSAL) -> None:
         self._pages = pages
         self._rank = rank
+        self._cell = cell
 
     def propose(self, round_: int, proposal: Proposal) -> None:
         """See :class:`Board`."""
         number = (round_ * self._STEPS + proposal.step) * self._ACTIONS + proposal.action
-        self._pages.set(self._rank, Cell.PROPOSAL, number)
+        self._pages.set(self._rank, self._cell, number)
 
     def smallest(self, round_: int) -> Proposal | None:
         """See :class:`Board`."""
         first, last = (number * self._STEPS * self._ACTIONS for number in (round_, round_ + 1))
-        numbers = [number for number in self._pages.all(Cell.PROPOSAL) if first <= number < last]
+        numbers = [number for number in self._pages.all(self._cell) if first <= number < last]
         if not numbers:
             return None
         number = min(numbers)
@@ -161,8 +162,8 @@ def _is_gone(error: RuntimeError) -> PeerLost:
 class Agreement:
     """One rank's view of what the ranks are going to do. See Note [Agreeing on a step]."""
 
-    def __init__(self, board: Board, *, world_size: int, lead: int | None = None) -> None:
-        """Begin with round 1.
+    def __init__(self, board: Board, *, world_size: int, lead: int | None = None, round_: int = 1) -> None:
+        """Begin with a round, the first one unless ``round_`` says otherwise.
 
         Args:
             lead: by how much the count at a boundary must grow between a proposal and the act; None: as it must where
@@ -172,7 +173,7 @@ class Agreement:
         if lead is None:
             lead = LEAD if world_size > 1 else 0
         self._lead = lead
-        self._round = 1
+        self._round = round_
 
     def due(self, step: int, *, wanted: Action | None) -> Action | None:
         """Return what to do at this boundary, if anything; the same on all ranks.

@@ -147,7 +147,9 @@ start_zygote: Callable[[list[str], int, dict[str, str]], int] = _execute
 class ZygoteHandle:
     """Start the zygote, ask it to fork ranks, hear of their deaths, and end it. Its maker must :meth:`close` it."""
 
-    def __init__(self, folder: str, *, ranks: int, threads: int, restarts: bool = False) -> None:
+    def __init__(
+        self, folder: str, *, ranks: int, threads: int, restarts: bool = False, also: Sequence[str] = ()
+    ) -> None:
         """Start the zygote.
 
         Args:
@@ -155,11 +157,13 @@ class ZygoteHandle:
             ranks: how many are to share this machine's cores.
             threads: for each of them, unless the user has said it.
             restarts: ranks may be forked again, and should then be back in training as soon as possible.
+            also: modules that these ranks need besides; imported whatever the user has the launcher import.
         """
         preload = knobs.preload()
         if preload is None:
             shared = restarts or ranks > machine.visible_cores()
             preload = (*_PRELOAD, *_TRAINING) if shared else _PRELOAD
+        preload = (*preload, *also)
         ours, theirs = socket.socketpair()
         home = str(Path(knobs.__file__).parent.parent)
         # The interpreter's own options (-X, -W, -O …) as multiprocessing passes them on; it has no public name.

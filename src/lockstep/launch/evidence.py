@@ -212,6 +212,8 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<n
 _COLLECTS = "  Garbage-collecting"
 #: Files of the launcher's frames below every rank's program, and of the zygote's start.
 _RUNNERS = tuple(f"/lockstep/launch/{name}.py" for name in ("rank", "zygote"))
+#: Files of pytest's frames below a test or a fixture.
+_PYTEST = tuple(f"/_pytest/{name}.py" for name in ("python", "fixtures"))
 #: Folders of code in which a rank waits for others, if its stack ends there. (autograd's engine runs a backward, which
 #: is mostly work; a rank that sleeps in it waits for what its hooks have asked of other ranks.)
 _COLLECTIVES = ("/torch/distributed/", "/lockstep/comm/")
@@ -305,8 +307,10 @@ def parse_stack(text: str) -> Stack | None:
         if match is None:
             break
         frames.append(Frame(match["file"], match["line"], match["name"]))
-    inner = [i for i, frame in enumerate(frames) if frame.file.endswith(_RUNNERS)]
-    return Stack(tuple(frames[: inner[0]] if inner else frames), collects)
+    below = [
+        i for i, frame in enumerate(frames) if frame.file.endswith(_RUNNERS) or (i and frame.file.endswith(_PYTEST))
+    ]
+    return Stack(tuple(frames[: below[0]] if below else frames), collects)
 
 
 # How often the kernel killed because memory was out, by the counters of a memory cgroup (version 1 or 2) -------------

@@ -34,6 +34,7 @@ from lockstep.job.summary import Summary
 from lockstep.launch import evidence, report
 from lockstep.launch.evidence import ProcessFacts, Stillness
 from lockstep.launch.policy import RankState
+from lockstep.launch.ras import RasAddress, RasQuestion
 from lockstep.launch.report import Known
 
 #: Processor seconds per second above which a rank in a backward works rather than waits.
@@ -79,10 +80,24 @@ class HangWatch:
         pages: the ranks' pages in it.
         ranks: the ranks of this machine, which are consecutive.
         shortest: seconds that a rank may hold up the others before it is reported, however short the steps are.
+        warming_up: the least of them for a rank that has taken fewer than two steps.
+        ras: where NCCL can be asked how the ranks are; None: nowhere.
     """
 
-    def __init__(self, files: JobFiles, pages: Pages, ranks: range, *, world_size: int, shortest: float) -> None:
-        self._shortest = shortest
+    def __init__(
+        self,
+        files: JobFiles,
+        pages: Pages,
+        ranks: range,
+        *,
+        world_size: int,
+        shortest: float,
+        warming_up: float = WARMING_UP,
+        ras: RasAddress | None = None,
+    ) -> None:
+        self._shortest, self._warming_up, self._ras = shortest, warming_up, ras
+        #: What NCCL is asked about the ranks that were reported; None: nothing.
+        self._question: RasQuestion | None = None
         self._files = files
         self._pages = pages
         self._ranks = ranks
@@ -101,6 +116,8 @@ class HangWatch:
         self._reported: dict[int, Mark] = {}
         #: The words about the ranks that hold up the others now; empty: no rank does.
         self.text = ""
+        #: The same for who ends the ranks because of it.
+        self.finding = ""
         #: Rank -> the last report of its launcher, for ranks of other machines.
         self._others: dict[int, _Heard] = {}
         #: Rank -> its resident bytes, and those of them that are its own.
@@ -179,7 +196,7 @@ class HangWatch:
         self._times.add(min(look.steps or 0 for look in self._looks.values()), now)
         self._ledger.add(self.known(now), now=now, looks=self._looker.looks)
         if self._verdict is not None:
-            return self._see_whether_over(states, now)
+            return self._see_whether_over(states, now) or self._hear_of_nccl()
         if self._asked is not None:
             return self._answered(states, now)
         self._look_at_processes(states, now)
@@ -201,7 +218,7 @@ class HangWatch:
         if self._verdict is None or any(state.exit_code != 0 for state in states.values()):
             return []
         text = report.over(self._verdict, now=time.monotonic())
-        self._verdict, self.text = None, ""
+        self._verdict, self.text, self.finding = None, "", ""
         return [text]
 
     def summary(
@@ -294,7 +311,14 @@ class HangWatch:
         ]
         seen = [*(self._seen(state) for state in states.values()), *elsewhere]
         whole = len(seen) == self._world_size
-        return compare(seen, now=now, usual=self._usual, shortest=self._shortest, whole=whole)
+        return compare(
+            seen,
+            now=now,
+            usual=self._usual,
+            shortest=self._shortest,
+            whole=whole,
+            warming_up=self._warming_up,
+        )
 
     @property
     def _usual(self) -> float:
@@ -352,9 +376,34 @@ class HangWatch:
             verdict = replace(verdict, late=late)
         self._verdict = verdict
         self._reported = self._marks()
+        self.finding = report.describe_hang(verdict, known, now=now, world_size=self._world_size)
         self.text = report.describe_late(verdict, known, now=now, world_size=self._world_size)
         self._files.mark_late(self.text)
+        if self._ras is not None and any(known[rank].look.on_device for rank in verdict.waiting):
+            self._question = RasQuestion(self._ras)
         return [self.text]
+
+    def _hear_of_nccl(self) -> list[str]:
+        """Return what NCCL has answered about the ranks that were reported, once, and add it to the report."""
+        said = None if self._question is None else self._question.answer()
+        if said is None:
+            return []
+        self._question = None
+        if not said:
+            return []
+        self.text = f"{self.text}\n{said}"
+        self._files.mark_late(self.text)
+        return [said]
+
+    def has_waited(self, rank: int) -> bool:
+        """Return whether a rank waited for those that hold up the others, as the report says that still stands."""
+        return self._verdict is not None and rank in self._verdict.waiting
+
+    def close(self) -> None:
+        """Ask nobody any longer."""
+        if self._question is not None:
+            self._question.close()
+            self._question = None
 
     def _has_gone_on(self, verdict: HangVerdict, states: Mapping[int, RankState], now: float) -> bool:
         """Return whether what was suspected is over before it was reported."""
@@ -377,8 +426,9 @@ class HangWatch:
         moved = any(marks[rank] != self._reported[rank] for rank in waited or verdict.late)
         if not moved or any(state.exit_code for state in states.values()):
             return []  # the report stays true, also as the reason why the job ends
-        self._verdict, self.text = None, ""
+        self._verdict, self.text, self.finding = None, "", ""
         self._files.mark_late("")
+        self.close()
         return [report.over(verdict, now=now)]
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import selectors
+import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,24 @@ from lockstep._files import describe
 from lockstep.errors import LaunchError
 from lockstep.job import workers
 from lockstep.job.files import EXIT_SAVED, FailureRecord, JobFiles, StopNote
+from lockstep.job.hang import WARMING_UP
 from lockstep.job.page import Cell, Look, Pages
 from lockstep.job.summary import RunSummary, Summary
+from lockstep.launch import watchdog
 from lockstep.launch.binding import Binding, bind_ranks
 from lockstep.launch.channel import Answer, Broken, Exited, Fork, Started, ZygoteHandle
 from lockstep.launch.evidence import MachineFacts, memory_group
 from lockstep.launch.hangs import HangWatch
 from lockstep.launch.output import Streams
 from lockstep.launch.policy import Ending, Order, Policy
+from lockstep.launch.ras import RasAddress
 from lockstep.launch.report import Outcome, say
 from lockstep.launch.spec import JobSpec, rank_environment
 from lockstep.launch.tracing import Tracer
 from lockstep.machine import is_loopback
 from lockstep.rendezvous.messages import Round
 from lockstep.runs.record import Recorder, RunEnd
-from lockstep.text import NEXT
+from lockstep.text import NEXT, counted
 
 
 class Attempt:
@@ -47,6 +51,7 @@ class Attempt:
         grace: seconds between asking the ranks to stop and killing them.
         measures: what the ranks are to measure, as :attr:`JobSpec.measures` has it; None: nothing.
         binding: to which cores its ranks are bound.
+        warming_up: seconds that a rank which has taken fewer than two steps may hold up the others.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class Attempt:
         grace: float,
         measures: Mapping[str, str | None] | None = None,
         binding: Binding,
+        warming_up: float = WARMING_UP,
     ) -> None:
         self.round = round_
         self.binding = binding
@@ -77,10 +83,19 @@ class Attempt:
             self._pages = Pages(self.folder, round_.world_size)
         except OSError as error:
             raise LaunchError(f"the job's files can't be written in {home}: {describe(error)}") from error
+        self._ras = RasAddress.of_job()
         #: Finds the rank that holds up the others.
         self.hangs = HangWatch(
-            self._files, self._pages, round_.local_ranks, world_size=round_.world_size, shortest=knobs.late()
+            self._files,
+            self._pages,
+            round_.local_ranks,
+            world_size=round_.world_size,
+            shortest=knobs.late(),
+            ras=self._ras,
+            warming_up=warming_up,
         )
+        #: Rank -> where its flight recorder's file is kept; of ranks that have left one.
+        self.flight_recorders: dict[int, Path] = {}
         self._memory = memory_group()
         self._kills_before = self._memory.kills() if self._memory is not None else None
         self._told_of_failure = False
@@ -102,7 +117,7 @@ class Attempt:
         interface = None
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             interface = "lo" if is_loopback(self.round.address) else self.round.interface
-        return rank_environment(
+        env = rank_environment(
             self.round,
             local_rank,
             folder=str(self.folder),
@@ -110,6 +125,7 @@ class Attempt:
             measures=self._measures,
             cores=self.binding.cores if self.binding.cpus else None,
         )
+        return env | watchdog.variables(self.folder) | ({} if self._ras is None else self._ras.variables())
 
     def steps(self, rank: int) -> tuple[int | None, int | None]:
         """Return the optimizer steps of the whole run, and those that ``rank`` has taken since this start; None where
@@ -157,28 +173,67 @@ class Attempt:
             streams: where the ranks' output went; None: to the caller's own streams.
         """
         if self._outcome is None:
-            endings = [
-                Ending(
-                    self.policy.states[rank],
-                    self.record(rank),
-                    log=streams.log(local_rank) if streams is not None else None,
-                    shown=streams is not None and streams.shown(local_rank),
-                    waited_in=look.waits_in if look.mark.waiting else "",
-                )
-                for rank, local_rank in self.local_rank.items()
-                for look in [self.look(rank)]
-            ]
+            endings = [self._ending(rank, local_rank, streams) for rank, local_rank in self.local_rank.items()]
             facts = MachineFacts.collect(
                 self._memory, kills_before=self._kills_before, worker=lambda pid: workers.find(self.folder, pid)
             )
             self._outcome = Outcome(
-                tuple(endings), facts, self.round.world_size, late=self.hangs.text, note=self.stop_note()
+                tuple(endings),
+                facts,
+                self.round.world_size,
+                late=self.hangs.text,
+                note=self.stop_note(),
+                flight_recorders=self.flight_recorders,
             )
         return self._outcome
 
+    def keep_flight_recorder(self, rank: int, folder: Callable[[], Path]) -> None:
+        """Put the file that a rank's flight recorder has written, if it has, where it outlives the job.
+
+        Args:
+            rank: which; it has ended.
+            folder: makes the folder of the run's logs, or returns it.
+        """
+        written = self._files.flight_recorder(rank)
+        if not written.is_file():
+            return
+        try:
+            home = folder() / f"restart-{self.number}" if self.number else folder()
+            home.mkdir(mode=0o700, exist_ok=True)
+            kept = Path(shutil.move(written, home / written.name))
+            kept.chmod(0o600)
+        except OSError as error:
+            say(f"what the flight recorder of rank {rank} has written can't be kept: {describe(error)}")
+        else:
+            self.flight_recorders[rank] = kept
+
     def close(self) -> None:
         """Unmap the ranks' pages; the folder stays until the job's is removed."""
+        self.hangs.close()
         self._pages.close()
+
+    def _ending(self, rank: int, local_rank: int, streams: Streams | None) -> Ending:
+        state, record, look = self.policy.states[rank], self.record(rank), self.look(rank)
+        log = streams.log(local_rank) if streams is not None else None
+        aborted = None
+        if record is None:
+            steps = counted(look.steps or 0, "step")
+            aborted = watchdog.record(
+                state,
+                log=log,
+                is_recorded=rank in self.flight_recorders,
+                waited=self.hangs.has_waited(rank),
+                about=f"rank {rank} of {self.round.world_size}, after {steps}",
+                late=self.hangs.text,
+            )
+        return Ending(
+            state,
+            record or aborted,
+            log=log,
+            shown=streams is not None and streams.shown(local_rank),
+            waited_in=look.waits_in if look.mark.waiting else "",
+            was_aborted=aborted is not None,
+        )
 
 
 class Launcher:
@@ -270,6 +325,7 @@ class Launcher:
                 case Started(rank, pid) if rank >= 0:
                     self.policy.started(rank, pid)
                 case Exited(rank, code, at, peak) if rank in self.policy.states:
+                    self.attempt.keep_flight_recorder(rank, self.recorder.make_folder)
                     agreed = self.attempt.stop_note() is not None
                     self.apply(self.policy.exited(rank, code, at, peak=peak, agreed=agreed))
                 case Broken(error):

@@ -267,6 +267,8 @@ class Ending:
     shown: bool = False
     #: The collective in which the rank waited at the end, with the line of the program; empty: it did not wait.
     waited_in: str = ""
+    #: True if the watchdog of its process group ended it, and the record is the launcher's; see watchdog.py.
+    was_aborted: bool = False
 
     @property
     def rank(self) -> int:
@@ -312,20 +314,24 @@ class Ending:
     def status(self) -> str:
         """One phrase for how its process ended: an exit code, or the signal that killed it."""
         code = self.state.exit_code
-        if self.record is not None or code is None or code >= 0:
+        has_said = self.record is not None and not self.was_aborted
+        if has_said or code is None or code >= 0:
             return f"exit code {self.exit_code}"
         return f"killed by signal {-code} ({name(-code)})"
 
     @property
     def is_echo(self) -> bool:
         """Whether its exception reads like the consequence of another rank's end."""
-        return self.record is not None and any(
-            echo in self.record.type or echo in self.record.message for echo in _ECHOES
-        )
+        return self.record is not None and is_echo(self.record.type, self.record.message)
 
     @property
     def _seen(self) -> float:
         return self.state.ended_at if self.state.ended_at is not None else float("inf")
+
+
+def is_echo(kind: str, message: str) -> bool:
+    """Return whether an exception of this type and message reads like the consequence of another rank's end."""
+    return any(echo in kind or echo in message for echo in _ECHOES)
 
 
 def failure_facts(
@@ -340,21 +346,22 @@ def failure_facts(
         out_of_memory: whether the kernel killed it because memory was out.
     """
     record, code = ending.record, ending.state.exit_code
-    if record is not None:
+    was_killed = (record is None or ending.was_aborted) and code is not None and code < 0
+    if record is not None and not ending.was_aborted:
         kind = FailureKind.EXITED if record.type == "SystemExit" else FailureKind.RAISED
     elif out_of_memory:
         kind = FailureKind.MEMORY
     elif code is None:
         kind = FailureKind.STUCK
     else:
-        kind = FailureKind.KILLED if code < 0 else FailureKind.EXITED
+        kind = FailureKind.KILLED if was_killed else FailureKind.EXITED
     return {
         "code": kind.code,
         "rank": ending.rank,
         "step": step,
         "taken": taken,
         "exit_code": ending.exit_code,
-        "signal": name(-code) if record is None and code is not None and code < 0 else None,
+        "signal": name(-code) if was_killed and code is not None else None,
         "error": None
         if record is None
         else {"type": record.type, "message": record.message.strip()[:_TOLD], "code": record.code},

@@ -47,7 +47,8 @@ class Task:
     #: Variable -> its value; None unsets it.
     env: dict[str, str | None]
     #: What it runs: ``{"kind": "script" | "module", "target": …, "args": […]}``, ``{"kind": "call", …}`` or
-    #: ``{"kind": "rendezvous", "options": …}``. ``"logged": True``: files among ``fds`` are the rank's log.
+    #: ``{"kind": "rendezvous", "options": …}``. ``"logged": True``: files among ``fds`` are the rank's log;
+    #: ``"brief": True``: it ends without taking its memory apart.
     job: dict[str, Any]
     #: Standard input, output and error, then the descriptors that the job needs; None: they stay as they are.
     fds: list[int]
@@ -59,9 +60,20 @@ class Task:
 
 def live(task: Task) -> NoReturn:
     """Run the task, and end through Python's own finalization: threads, atexit functions, buffers."""
+    brief = task.job.get("brief", False)
+    if brief:
+        processes.leave_finalizers_to_the_kernel()
     _become(task)
-    _run(lambda: _bound(task), task.rank, silent=task.job["kind"] == "call", shared=task.job.get("shared", False))
-    raise SystemExit(0)
+    code = 0
+    try:
+        _run(lambda: _bound(task), task.rank, silent=task.job["kind"] == "call", shared=task.job.get("shared", False))
+    except SystemExit as stop:
+        if not brief:
+            raise
+        code = _exit_code(stop)
+    if brief:
+        processes.end_and_leave_memory_to_the_kernel(code)
+    raise SystemExit(code)
 
 
 def _become(task: Task) -> None:
@@ -192,7 +204,7 @@ def _bound(task: Task) -> None:
 def _program(task: Task) -> Callable[[], None]:
     job = task.job
     if job["kind"] == "call":
-        return lambda: _call(task.rank, task.fds[3:], shared_tracker=job["shared_tracker"])
+        return lambda: _call(task.rank, task.fds[3:], shared_tracker=job["shared_tracker"], by_value=job["by_value"])
     if job["kind"] == "rendezvous":
         return lambda: _meet(task.fds[3], job["options"])
     if job["kind"] == "module":
@@ -295,7 +307,7 @@ class SentDescriptor:
         return _received[self._place]
 
 
-def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool) -> None:
+def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool, by_value: bool) -> None:
     """Become what a process that multiprocessing spawned is, and run the function that the parent packed.
 
     What is unpickled here comes over an inherited descriptor from the process that called ``lockstep.spawn``: never
@@ -307,6 +319,7 @@ def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool) -> None:
             descriptors among the arguments.
         shared_tracker: the parent has a resource tracker; using the same one keeps shared memory alive that is the
             parent's when this rank ends.
+        by_value: what it returns is pickled as by_value.py does.
     """
     from multiprocessing import process, resource_tracker, spawn  # a script's rank needs none of them
 
@@ -325,7 +338,7 @@ def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool) -> None:
             fn, args = pickle.load(file)  # noqa: S301
         finally:
             del process.current_process()._inheriting  # type: ignore[attr-defined]
-    send(returned, fn(rank, *args))
+    send(returned, fn(rank, *args), by_value=by_value)
 
 
 # Its end -------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -143,6 +143,8 @@ class Outcome:
     late: str = ""
     #: The checkpoint from which the run continues, if its ranks were asked to stop and have saved.
     note: StopNote | None = None
+    #: Rank -> where its flight recorder's file is; see watchdog.py.
+    flight_recorders: Mapping[int, Path] = field(default_factory=dict)
 
     @property
     def first(self) -> Ending | None:
@@ -315,10 +317,13 @@ def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
     elif record is not None and record.traceback:
         told = record.summary if len(record.summary) <= _BRIEF else record.type
         lines.append(f"{told} (its traceback is above)" if first.shown and not elsewhere else record.traceback.rstrip())
+    elif record is not None and first.was_aborted:
+        lines.append(f"{record.type}: {record.message}")
     elif first.log is not None and not first.shown:  # it may have said why before it left, as argparse does
         lines += _last_lines(first.log)
     if first.log is not None:
         lines.append(f"rank {first.rank}'s log: {first.log}")
+    lines += _flight_recorders(outcome.flight_recorders)
     others: dict[str, list[int]] = {}
     for ending in outcome.endings:
         if ending is not first and _concerned(ending, first):
@@ -331,6 +336,17 @@ def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
     if outcome.late and (record is None or outcome.late not in record.message):  # else the error says it already
         lines.append(outcome.late)
     return "\n".join(lines)
+
+
+def _flight_recorders(kept: Mapping[int, Path]) -> Iterator[str]:
+    """Say where the files of flight recorders are, and what reads them."""
+    if kept:
+        file = next(iter(kept.values()))
+        prefix = file.name.rstrip("0123456789")
+        yield (
+            f"the latest collectives of {which_ranks(kept)}, by torch's flight recorder: {file.parent}/{prefix}…; "
+            f"torchfrtrace {file.parent} --prefix {prefix} compares them"
+        )
 
 
 def log_named_by(outcome: Outcome) -> int | None:
@@ -613,7 +629,20 @@ class Known:
 
 
 def describe_late(verdict: HangVerdict, ranks: Mapping[int, Known], *, now: float, world_size: int) -> str:
-    """Report which ranks are late, what they are doing, and where the others wait."""
+    """Report which ranks are late, what they are doing, and where the others wait, while all of them run on."""
+    lines = _hang(verdict, ranks, now=now, world_size=world_size)
+    lines.append("Nothing was stopped: the wait ends with an error after its time limit.")
+    lines += [f"{NEXT} {text}" for text in _calls_for_all(verdict, ranks) or [_what_to_do(verdict, ranks)]]
+    return "\n".join(lines)
+
+
+def describe_hang(verdict: HangVerdict, ranks: Mapping[int, Known], *, now: float, world_size: int) -> str:
+    """Say the same of ranks that are ended for it."""
+    lines = _hang(verdict, ranks, now=now, world_size=world_size)
+    return "\n".join([*lines, *(f"{NEXT} {text}" for text in _calls_for_all(verdict, ranks))])
+
+
+def _hang(verdict: HangVerdict, ranks: Mapping[int, Known], *, now: float, world_size: int) -> list[str]:
     late, seconds = verdict.late, now - verdict.since
     lines: list[str]
     if verdict.kind is HangKind.APART:
@@ -622,11 +651,9 @@ def describe_late(verdict: HangVerdict, ranks: Mapping[int, Known], *, now: floa
         what = "held up the others" if verdict.waiting else "stood still"
         lines = [f"{which_ranks(late)} of {world_size} {_have(late)} {what} for {seconds:.0f} s"]
         for rank in late[:_RANKS]:
-            lines += _late(ranks[rank], now)
+            lines += describe_rank(ranks[rank], now)
         lines += _waiting([ranks[rank] for rank in verdict.waiting], now)
-    lines.append("Nothing was stopped: the wait ends with an error after its time limit.")
-    lines += [f"{NEXT} {text}" for text in _calls_for_all(verdict, ranks) or [_what_to_do(verdict, ranks)]]
-    return "\n".join(lines)
+    return lines
 
 
 def _what_to_do(verdict: HangVerdict, ranks: Mapping[int, Known]) -> str:
@@ -675,13 +702,18 @@ def _apart(ranks: Mapping[int, Known], *, seconds: float, world_size: int) -> li
         head = f"all ranks have waited for {seconds:.0f} s in a collective that does not end: does the backend work?"
     lines = [head]
     for rank in odd[:_RANKS]:
-        lines += _late(ranks[rank], None)
+        lines += describe_rank(ranks[rank], None)
     rest = [known for rank, known in ranks.items() if rank not in odd]
     return lines + _waiting(rest, None)
 
 
-def _late(known: Known, now: float | None) -> list[str]:
-    """Describe a late rank in full."""
+def describe_rank(known: Known, now: float | None) -> list[str]:
+    """Say in full where a rank is that the others wait for, or that is to be ended.
+
+    Args:
+        known: what is known of it.
+        now: this moment, on the monotonic clock; None: its times say nothing.
+    """
     look, stack = known.look, known.stack
     if known.exit_code is not None:
         return [f"  rank {known.rank} has ended, with exit code {known.exit_code}{_steps(look)}"]

@@ -13,6 +13,7 @@ import sys
 from typing import IO, Any
 
 from lockstep.errors import said
+from lockstep.launch import by_value as typed
 
 # Note [Values that can't be sent]
 # --------------------------------
@@ -75,12 +76,19 @@ class Returned:
     __del__ = close
 
 
-def send(descriptor: int, value: object) -> None:
-    """Write the value that this rank's function has returned, or why that can't be, and close the descriptor."""
+def send(descriptor: int, value: object, *, by_value: bool = False) -> None:
+    """Write the value that this rank's function has returned, or why that can't be, and close the descriptor.
+
+    Args:
+        descriptor: of the file for it.
+        value: what was returned.
+        by_value: whether its class may have been typed at a prompt; see by_value.py.
+    """
     with os.fdopen(descriptor, "wb") as file:
         pickle.dump(None, file)
         try:
-            _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+            pickler = _Pickler(file, pickle.HIGHEST_PROTOCOL)
+            (typed.pickler(file, first=pickler.reducer_override) if by_value else pickler).dump(value)
         except Exception as error:  # noqa: BLE001  (whatever the value's own classes raise)
             file.seek(0)
             pickle.dump(f"{type(error).__name__}: {said(error)}", file)

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import atexit
-import importlib
 import os
-import pickle
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import context, reduction, resource_tracker
 from multiprocessing import spawn as multiprocessing_spawn
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 from lockstep import callsite
-from lockstep.errors import EnvironmentMismatch, LaunchError, RankFailed
-from lockstep.job.files import EXIT_SAVED
-from lockstep.launch import report
-from lockstep.launch.folders import JobFolder
-from lockstep.launch.launcher import Launcher
-from lockstep.launch.output import LogFolder
-from lockstep.launch.policy import failure_facts
-from lockstep.launch.ports import free_port
-from lockstep.launch.report import say
+from lockstep.errors import LaunchError, RankFailed
+from lockstep.launch import by_value
+from lockstep.launch.called import CalledRanks
+from lockstep.launch.parcel import Parcel
+from lockstep.launch.policy import Policy
 from lockstep.launch.returned import NotReturned, Returned
-from lockstep.launch.spec import JobSpec, Program, is_read_once
-from lockstep.runs.record import Recorder, RunEnd
-
-if TYPE_CHECKING:
-    from lockstep.launch.rank import SentDescriptor
+from lockstep.launch.spec import is_read_once
 
 
 @overload
@@ -83,9 +71,9 @@ def spawn(
     and ``lockstep.init()`` finds the rank's place. The ranks share this process's standard output and error.
 
     Args:
-        fn: a function at the top level of a module, ``__main__`` included.
+        fn: a function at the top level of a module, ``__main__`` included; or one that was typed at a prompt or in a
+            notebook, which the extra ``notebook`` sends by value, with the globals that it uses.
         args: what to pass after the rank; anything that multiprocessing can send. CPU tensors arrive as shared memory.
-            A function or class that was typed at a prompt can't be found again by the ranks.
         nprocs: how many ranks.
         join: wait for all of them. Otherwise return at once.
         daemon: what happens to ranks that were not joined when this process ends: True: they are ended, False: they
@@ -123,27 +111,17 @@ class SpawnContext:
 
     def __init__(self, fn: Callable[..., object], args: tuple[Any, ...], nprocs: int, *, daemon: bool) -> None:
         self._daemon = daemon
-        self._error: LaunchError | None = None
-        self._closed = False
         self._name = str(getattr(fn, "__qualname__", type(fn).__name__))
         self._returned: list[Returned] = []
         # Raises RuntimeError in a rank that is importing __main__ again, before anything is started.
         preparation = multiprocessing_spawn.get_preparation_data("rank")
         _check_main(preparation)
-        master = _master()
-        self._folder = JobFolder()
-        try:
-            spec = JobSpec(Program("lockstep.spawn"), nproc=nprocs)
-            self._logs = LogFolder(None, program=spec.program.name)
-            recorder = Recorder(self._logs.make, program=["lockstep.spawn", self._name], tell=say)
-            self._launcher = Launcher(spec, spec.round(*master), home=self._folder.path, recorder=recorder)
-        except BaseException:
-            self._folder.remove()
-            raise
+        self._by_value = _is_typed(fn, preparation)
+        self._ranks = CalledRanks(["lockstep.spawn", self._name], nprocs)
         try:
             self._fork(preparation, fn, args)
         except BaseException:
-            self._close()  # not by a kill: ranks may run already, and only the zygote ends what they have started
+            self._ranks.close()
             self._drop()
             raise
         atexit.register(self._at_exit)
@@ -162,8 +140,8 @@ class SpawnContext:
             LaunchError: the process that forks the ranks died.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._closed:
-            if deadline is not None and time.monotonic() >= deadline and not self._launcher.policy.done:
+        while not self._ranks.closed:
+            if deadline is not None and time.monotonic() >= deadline and not self._policy.done:
                 return False
             self._advance(deadline)
         self._raise()
@@ -176,12 +154,12 @@ class SpawnContext:
             RankFailed: a rank failed; the others were stopped. What ranks have returned before has been yielded.
             LaunchError: the process that forks the ranks died.
         """
-        waiting = dict(self._launcher.policy.states)
+        waiting = dict(self._policy.states)
         while True:
             for rank in [rank for rank, state in waiting.items() if state.exit_code == 0]:
                 del waiting[rank]
                 yield rank, self._take(rank)
-            if self._closed:
+            if self._ranks.closed:
                 break
             self._advance(None)
         self._raise()
@@ -192,26 +170,25 @@ class SpawnContext:
         Raises:
             LaunchError: the ranks could not be started.
         """
-        states = self._launcher.policy.states.values()
-        while any(state.pid is None for state in states) and not self._closed:
-            self._turn(None)
-        if self._error is not None and not isinstance(self._error, RankFailed):
-            raise self._error
+        states = self._policy.states.values()
+        while any(state.pid is None for state in states) and not self._ranks.closed:
+            self._ranks.turn()
+        if self._ranks.error is not None and not isinstance(self._ranks.error, RankFailed):
+            raise self._ranks.error
         return [state.pid for state in states if state.pid is not None]
 
     def _fork(self, preparation: dict[str, Any], fn: Callable[..., object], args: tuple[Any, ...]) -> None:
-        attempt = self._launcher.attempt
-        for rank in attempt.local_rank:
+        for rank in self._policy.states:
             self._returned.append(Returned())
-            with _Parcel({**preparation, "name": f"rank-{rank}"}, fn, args, self._returned[-1]) as parcel:
-                job = {"kind": "call", "shared_tracker": parcel.tracker is not None}
-                self._launcher.zygote.fork(attempt.fork(rank, job), parcel.descriptors())
+            prepared, returned = {**preparation, "name": f"rank-{rank}"}, self._returned[-1]
+            with Parcel(prepared, fn, args, returned, by_value=self._by_value) as parcel:
+                self._ranks.fork(rank, parcel)
 
     def _raise(self) -> None:
         """Raise what the ranks have ended with, if it is an error."""
-        if self._error is not None:
+        if self._ranks.error is not None:
             self._drop()
-            raise self._error
+            raise self._ranks.error
 
     def _drop(self) -> None:
         """Give up what nobody has asked for."""
@@ -231,64 +208,27 @@ class SpawnContext:
     def _advance(self, deadline: float | None) -> None:
         """Act on what happens next, up to the deadline; once all ranks have ended, close."""
         try:
-            if self._launcher.policy.done:
-                self._conclude()
+            if self._policy.done:
+                self._ranks.conclude()
             else:
-                self._turn(deadline)
+                self._ranks.turn(deadline)
         except BaseException:  # mostly KeyboardInterrupt, after which nobody waits for the ranks
-            self._close()
+            self._ranks.close()
             self._drop()
             raise
+        finally:
+            if self._ranks.closed:
+                atexit.unregister(self._at_exit)
 
-    def _turn(self, deadline: float | None) -> None:
-        """Wait for the zygote to say something, or for the time to act, and act on it."""
-        launcher = self._launcher
-        launcher.hear(launcher.wait(deadline))
-        launcher.act(time.monotonic())
-        if launcher.broken is not None and self._error is None:
-            self._error = LaunchError(report.not_started(launcher.broken))
-        if not launcher.lives:
-            if self._error is None:
-                self._error = LaunchError(report.lost(launcher.zygote.pid, launcher.zygote.wait(limit=1.0)))
-            self._close()
-
-    def _conclude(self) -> None:
-        """Find out how the ranks have ended, and close."""
-        attempt = self._launcher.attempt
-        outcome = attempt.outcome()
-        first = outcome.first
-        if outcome.saved:
-            code, end, text = EXIT_SAVED, RunEnd.SAVED, report.stopped(outcome, None)
-        elif first is not None:
-            code, end, text = first.exit_code, RunEnd.FAILED, report.describe(outcome)
-            step, taken = attempt.steps(first.rank)
-            failure = failure_facts(first, step=step, taken=taken, out_of_memory=outcome.out_of_memory)
-            self._launcher.recorder.event("failed", text, failure=failure, again=False)
-        else:
-            code, end, text = 0, RunEnd.DONE, ""
-        if first is not None:
-            traceback = None if first.record is None else first.record.traceback or None
-            self._error = RankFailed(text, rank=first.rank, exit_code=code, traceback=traceback)
-        for said in self._launcher.conclude(code, end=end, word=text if outcome.saved else ""):
-            say(said)
-        self._close()
-
-    def _close(self) -> None:
-        """End what is left and give everything back. Does nothing the second time."""
-        if self._closed:
-            return
-        self._closed = True
-        atexit.unregister(self._at_exit)
-        launcher = self._launcher
-        if launcher.policy.alive:
-            launcher.zygote.signal(launcher.policy.alive, signal.SIGKILL)
-        launcher.close()
-        self._logs.close()
-        self._folder.remove()
+    @property
+    def _policy(self) -> Policy:
+        return self._ranks.launcher.policy
 
     def _at_exit(self) -> None:
+        if self._ranks.closed:
+            return
         if self._daemon:
-            self._close()
+            self._ranks.close()
             return
         try:
             self.join()
@@ -296,71 +236,22 @@ class SpawnContext:
             print(f"lockstep.spawn: {error}", file=sys.stderr)
 
 
-class _Parcel:
-    """The function and its arguments, pickled for one rank, with the descriptors that belong to them.
+def _is_typed(fn: Callable[..., object], preparation: dict[str, Any]) -> bool:
+    """Return whether the caller's ``__main__`` is a prompt or a notebook, which the ranks can't import again.
 
-    It plays the part of multiprocessing's Popen while the arguments are pickled: tensors, queues and locks ask it to
-    carry their descriptors over.
+    Raises:
+        LaunchError: the function is of that kind, and nothing can send it.
     """
-
-    def __init__(
-        self, preparation: dict[str, Any], fn: Callable[..., object], args: tuple[Any, ...], returned: Returned
-    ) -> None:
-        self._returned = returned
-        self._carried: list[int] = []
-        self._streams = [os.open(os.devnull, os.O_RDONLY), os.dup(1), os.dup(2)]
-        self._packed = os.memfd_create("lockstep-spawn")  # a memory file: has no name, blocks nobody, leaves no trace
-        try:
-            self._pack(preparation, (fn, tuple(args)))
-        except BaseException:
-            self.__exit__()
-            raise
-        # Not documented; multiprocessing's spawn hands its tracker on in the same way.
-        self.tracker: int | None = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]
-
-    def __enter__(self) -> _Parcel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for fd in (*self._carried, *self._streams, self._packed):
-            os.close(fd)
-
-    def descriptors(self) -> list[int]:
-        """Return the rank's standard streams, and what the rank's ``_call`` takes."""
-        tracker = [] if self.tracker is None else [self.tracker]
-        return [*self._streams, self._packed, self._returned.descriptor, *tracker, *self._carried]
-
-    def duplicate_for_child(self, fd: int) -> int:
-        """Return a descriptor's place among those carried; called by multiprocessing.reduction.DupFd."""
-        self._carried.append(os.dup(fd))
-        return len(self._carried) - 1
-
-    def DupFd(self, place: int) -> SentDescriptor:
-        """Return what is pickled in place of a descriptor; called by multiprocessing.reduction.DupFd with its place."""
-        from lockstep.launch.rank import SentDescriptor  # while the zygote imports torch, so that it costs no time
-
-        return SentDescriptor(place)
-
-    def _pack(self, *parts: object) -> None:
-        if "torch" in sys.modules:  # else there are no tensors among the arguments
-            importlib.import_module("torch.multiprocessing")  # teaches ForkingPickler to send them
-        context.set_spawning_popen(self)  # type: ignore[arg-type]  # it plays that part
-        try:
-            with os.fdopen(os.dup(self._packed), "wb") as file:
-                for part in parts:
-                    reduction.ForkingPickler(file, pickle.HIGHEST_PROTOCOL).dump(part)
-        finally:
-            context.set_spawning_popen(None)
-
-
-def _master() -> tuple[str, int]:
-    """Return where a function that opens torch's process group meets: as the caller set it, or any free port."""
-    if "RANK" not in os.environ and "MASTER_PORT" in os.environ:
-        text = os.environ["MASTER_PORT"]
-        if not (text.isdecimal() and 0 < int(text) < 65536):
-            raise EnvironmentMismatch(f"MASTER_PORT={text!r}: expected 1 to 65535, or leave it unset for any free port")
-        return os.environ.get("MASTER_ADDR", "127.0.0.1"), int(text)
-    return "127.0.0.1", free_port()
+    if any(key.startswith("init_main") for key in preparation):
+        return False
+    if by_value.is_available():
+        return True
+    if getattr(fn, "__module__", None) == "__main__":
+        raise LaunchError(
+            f"{getattr(fn, '__qualname__', fn)} was typed at a prompt, so the ranks of lockstep.spawn can't import it: "
+            "pip install 'torch-lockstep[notebook]', whose cloudpickle sends it, or put it into a module"
+        )
+    return False
 
 
 def _check_main(preparation: dict[str, Any]) -> None:

@@ -97,6 +97,19 @@ class Engine(ABC):
     def close(self, timeout: float) -> None:
         """Complete the messages that were sent, then give everything back. To be called once."""
 
+    def is_at_rest(self) -> bool:
+        """Return whether no message of this rank is on its way."""
+        return True
+
+    def renew(self) -> None:
+        """Begin anew where the group has ended, or its ranks have begun different numbers of collectives. What was
+        shared stays shared. See Note [A world begins anew] in comm/renewal.py, which says when this may be called.
+
+        Raises:
+            NotImplementedError: the engine can't; a new group is needed.
+        """
+        raise NotImplementedError
+
     def check(self) -> None:
         """Raise the error that has ended the group, if there is one."""
         error = self.known()

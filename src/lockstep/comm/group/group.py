@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,15 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+#: The groups of this process.
+_living: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def open_groups() -> list[Group]:
+    """Return the groups of this process that were not destroyed."""
+    return [group for group in _living if not group.is_closed]
+
+
 class Group:
     """One process group, on one rank: its engine, and the order of its collectives."""
 
@@ -48,6 +58,31 @@ class Group:
         self._closed = False
         self._released = False
         self._turns = Turns(name)
+        _living.add(self)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the group was destroyed, or belongs to the process that this one was forked from."""
+        return self._closed or self._process != _process
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether all that was issued on this rank is complete."""
+        return not self._turns.is_busy and self.engine.is_at_rest()
+
+    def stop(self, reason: str, limit: float) -> bool:
+        """End the group on all ranks, and wait until nothing that was issued here runs; return whether that is so.
+
+        Args:
+            reason: why, for the ranks that are in a collective.
+            limit: seconds to wait at most.
+        """
+        self.engine.end(LockstepError(reason))
+        return self._turns.settle(limit)
+
+    def renew(self) -> None:
+        """Begin anew after :meth:`stop` on all ranks; see :meth:`Engine.renew`."""
+        self.engine.renew()
 
     def issue(
         self, name: str, fingerprint: bytes, move: Move, result: list[Any], timeout: float, asynchronous: bool

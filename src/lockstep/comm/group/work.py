@@ -190,6 +190,11 @@ class Turns:
                 self._thread.start()
             self._condition.notify_all()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something that was issued waits or runs."""
+        return bool(self.queue) or self._running or self.lock.locked()
+
     def settle(self, seconds: float) -> bool:
         """Wait until all that was issued has run, for some seconds at most. Return whether it has."""
         if self._thread is threading.current_thread():

@@ -82,7 +82,8 @@ class Column:
             piece, end = self._pieces[number], self._ends[number]
             begin = end - len(piece)
             rows = piece[first - begin : stop - begin].to("cpu").contiguous()
-            found.append(rows.view(-1).view(torch.uint8))  # (Not all dtypes can be concatenated as what they are.)
+            # (A single row counts as contiguous whatever its strides are; not all dtypes can be concatenated.)
+            found.append(rows.as_strided((rows.numel(),), (1,)).view(torch.uint8))
             first, number = end, number + 1
         return torch.cat(found) if found else torch.empty(0, dtype=torch.uint8)
 

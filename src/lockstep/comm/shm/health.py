@@ -113,6 +113,14 @@ class Health:
                 self._known = self._read() if semaphore.wait(self._mine, _GRACE) else error
         return again(self._known)
 
+    def renew(self) -> None:
+        """Forget the error that has ended the group; see :meth:`Engine.renew`."""
+        semaphore.drain(self._mine)
+        self._known = None
+        if self._rank == 0:
+            semaphore.drain(self._claim)
+            semaphore.post(self._claim)
+
     def _write(self, error: LockstepError) -> None:
         kind = next(code for code, each in enumerate(KINDS) if isinstance(error, each))
         text = str(error).encode(errors="backslashreplace")[:FAILURE_TEXT]

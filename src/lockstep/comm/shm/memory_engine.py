@@ -14,7 +14,7 @@ from lockstep.comm.group.meeting import Whereabouts
 from lockstep.comm.group.work import ShmWork
 from lockstep.comm.shm.collectives import VerbsInRounds
 from lockstep.comm.shm.health import Health
-from lockstep.comm.shm.p2p import Messages
+from lockstep.comm.shm.p2p import Messages, empty_boxes
 from lockstep.comm.shm.rendezvous import meet
 from lockstep.comm.shm.rounds import Rounds
 from lockstep.comm.shm.shared_tensors import SharedTensors
@@ -91,6 +91,19 @@ class MemoryEngine(VerbsInRounds):
     def chunk(self) -> int:
         """Bytes of a stage."""
         return self._rounds.chunk
+
+    def is_at_rest(self) -> bool:
+        """See :class:`Engine`."""
+        return self._messages is None or not self._messages.in_flight()
+
+    def renew(self) -> None:
+        """See :class:`Engine`."""
+        if self._messages is not None:
+            self._messages.close(0.0)
+            self._messages = None
+        empty_boxes(self._segment, self._layout, rank=self.rank)
+        self._rounds.renew()
+        self._health.renew()
 
     def close(self, timeout: float) -> None:
         """See :class:`Engine`. Ranks that still wait for this one get an error. The memory itself goes when the last

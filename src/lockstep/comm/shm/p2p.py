@@ -105,6 +105,17 @@ class Box:
         return self._headers[slot], self._bodies[slot]
 
 
+def empty_boxes(segment: Segment, layout: Layout, *, rank: int) -> None:
+    """Forget all fragments to and from a rank, on that rank, while none sends; see :meth:`Engine.renew`."""
+    semaphore.drain(segment.address + layout.wakeup(rank))
+    for peer in range(layout.world_size):
+        semaphore.drain(segment.address + layout.mail_full(peer, rank))
+        free = segment.address + layout.mail_free(rank, peer)
+        semaphore.drain(free)
+        for _ in range(MAIL_SLOTS):
+            semaphore.post(free)
+
+
 # --- what is in flight -----------------------------------------------------------------------------------------------
 
 
@@ -397,6 +408,11 @@ class Messages:
                     continue
                 self._driven = True
             self._drive(work, until)
+
+    def in_flight(self) -> bool:
+        """Return whether a message that this rank sends or receives is not complete."""
+        with self._condition:
+            return bool(self._matching.pending())
 
     def completed(self, work: MessageWork) -> None:
         """Wake up the thread that waits for ``work`` while another one drives: it is complete."""

@@ -126,6 +126,12 @@ class Rounds:
         header[:8] = self._sequence.to_bytes(8, "little")
         header[8:] = body
 
+    def renew(self) -> None:
+        """Begin with the first collective again; see :meth:`Engine.renew`."""
+        for _, token in self._waits:
+            semaphore.drain(token)
+        self._round = self.buffer = self._sequence = 0
+
     def allow(self, timeout: float) -> None:
         """Change how many seconds each round of the collective under way may wait from now on."""
         self._timeout = timeout

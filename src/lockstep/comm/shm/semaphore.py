@@ -80,6 +80,12 @@ if _clockwait is not None:
     _clockwait.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec))
 
 
+def drain(address: int) -> None:
+    """Take all posts that are there."""
+    while trywait(address) == 0:
+        pass
+
+
 def initialise(address: int, value: int) -> None:
     """Make the semaphore at ``address``, shared between processes, with ``value`` posts."""
     if _init(address, 1, value) != 0:

@@ -1,0 +1,162 @@
+"""Ranks that live on between cells: what ``%%ranks`` is made of, for programs that have no IPython."""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+from lockstep.errors import LaunchError
+from lockstep.interactive.cell import RunningCell
+from lockstep.interactive.output import CellFigure, CellText
+from lockstep.interactive.pool import RankPool
+
+Entered = TypeVar("Entered", bound="InteractiveRanks")
+
+
+class InteractiveRanks:
+    """Start ranks that live on, and run cells on all of them: text of Python, in one namespace for each rank.
+
+    ::
+
+        with lockstep.InteractiveRanks(2) as ranks:
+            ranks.run("import torch, lockstep; world = lockstep.init()")
+            total = ranks.run("world.all_reduce(world.rank)")  # the value of the last line, from rank 0
+
+    The ranks come from a fresh process, as those of :func:`lockstep.spawn`, so it does not matter what this one has
+    done with GPUs or threads. ``lockstep.init()`` in a cell gives each its device. They end with this process, however
+    that ends. ``%%ranks`` in a notebook (``%load_ext lockstep``) is made of this. To be used by one thread at a time.
+
+    Args:
+        nprocs: how many ranks.
+
+    Raises:
+        ValueError: ``nprocs`` is less than 1, or the ranks can't be bound to cores as ``LOCKSTEP_BIND`` says.
+        LaunchError: the ranks could not be started.
+        EnvironmentMismatch: ``MASTER_PORT`` is not a port.
+    """
+
+    def __init__(self, nprocs: int) -> None:
+        if nprocs < 1:
+            raise ValueError(f"nprocs={nprocs}: expected at least 1")
+        self._number = 0
+        self._cell: RunningCell | None = None
+        self._pool = RankPool(nprocs)
+        atexit.register(self.close)
+
+    def __enter__(self: Entered) -> Entered:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def nprocs(self) -> int:
+        """How many ranks there are, or were."""
+        return len(self._pool.ranks)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the ranks can run a cell: none has died, and they were not closed."""
+        if not self._pool.is_dead and (self._cell is None or self._cell.is_over):
+            self._pool.turn(time.monotonic())
+        return not self._pool.is_dead
+
+    def pids(self) -> list[int]:
+        """Return the process ids of the ranks that run, in order of rank."""
+        return [pid for pid in self._pool.pids().values() if pid is not None]
+
+    def run(self, source: str) -> Any:
+        """Run a cell on all ranks. What rank 0 writes appears here as it comes; Ctrl-C interrupts the ranks.
+
+        Args:
+            source: Python, as at the top of a module. Names that it binds stay for the next cell.
+
+        Returns:
+            the value of the last line on rank 0, or None if that is no expression, or has a semicolon behind it.
+            Tensors arrive as copies, on the CPU. In place of what can't be sent stands a
+            :class:`~lockstep.interactive.cell.RemoteValue`, which is shown as rank 0 shows it.
+
+        Raises:
+            CellFailed: an exception has ended the cell on some rank; the ranks live on. Those that waited for it in a
+                collective were freed.
+            CellInterrupted: it was interrupted (a KeyboardInterrupt); the ranks live on.
+            RankFailed: a rank has died, or did not stop when it was interrupted; all have ended.
+            LaunchError: the ranks could not be started, or have ended before.
+        """
+        cell = self.begin(source)
+        for each in follow(cell):
+            show(each)
+        return cell.result()
+
+    def begin(self, source: str) -> RunningCell:
+        """Begin a cell on all ranks, and return it: for callers that show its output in their own way.
+
+        Args:
+            source: as for :meth:`run`.
+
+        Raises:
+            LaunchError: the ranks have ended.
+        """
+        if self._cell is not None and not self._cell.is_over:  # its caller has not waited for its end
+            self._cell.interrupt()
+            while not self._cell.is_over:
+                self._cell.turn()
+        if not self.is_alive:
+            raise self.ended()
+        self._number += 1
+        self._cell = RunningCell(self._pool, self._number, source)
+        return self._cell
+
+    def ended(self) -> LaunchError:
+        """Return what the ranks have ended with: the error that names the first one, or that they were closed."""
+        return self._pool.ended()
+
+    def close(self) -> None:
+        """End the ranks. They leave as programs do that are over; those that have not left after some seconds are
+        killed. Does nothing the second time."""
+        atexit.unregister(self.close)
+        self._pool.close()
+
+
+def follow(cell: RunningCell) -> Iterator[CellText | CellFigure | str]:
+    """Yield what ranks write and what lockstep has to say until the cell is over; SIGINT interrupts it meanwhile."""
+    with _interrupted_by_signal(cell):
+        while not cell.is_over:
+            yield from cell.turn()
+
+
+def show(each: CellText | CellFigure | str) -> None:
+    """Print what rank 0 has written, and what lockstep has to say, on this process's streams."""
+    if isinstance(each, CellFigure):
+        each = f"lockstep: rank {each.rank} has drawn a figure, which a notebook shows; save it with savefig() here"
+    if isinstance(each, str):
+        print(each, file=sys.stderr, flush=True)
+    elif each.rank == 0:
+        print(each.text, end="", file=sys.stdout if each.stream == 1 else sys.stderr, flush=True)
+
+
+@contextmanager
+def _interrupted_by_signal(cell: RunningCell) -> Iterator[None]:
+    """A context in which SIGINT interrupts the cell, and raises nothing in this process: what ranks have said would be
+    lost. Only the main thread gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_signum: int, _frame: FrameType | None) -> None:
+        cell.interrupt()
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)

@@ -1,0 +1,236 @@
+"""Run cells on a rank, one after the other, in one namespace that lives as long as the rank.
+
+A thread reads what the program asks for; the main thread runs the cells, since only it can be interrupted, and since
+what a user calls there (signals, matplotlib, asyncio) may need it.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import contextlib
+import ctypes
+import linecache
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+import types
+from dataclasses import asdict
+from types import CodeType
+
+from lockstep import tracebacks
+from lockstep.errors import named, said
+from lockstep.interactive import sink
+from lockstep.interactive.interrupt import CellInterrupts
+from lockstep.interactive.messages import (
+    CellEnded,
+    CellError,
+    FigureDrawn,
+    FreeWaiting,
+    GroupsDone,
+    InterruptCell,
+    RenewGroups,
+    Report,
+    Request,
+    RunCell,
+    StopGroups,
+)
+from lockstep.job import flight
+from lockstep.job.messages import Channel
+from lockstep.job.page import Phase
+from lockstep.launch import by_value
+from lockstep.launch.returned import send
+
+#: The most characters of a value, a message or a traceback that are sent.
+_LONGEST = 50_000
+#: matplotlib's backend, which matplotlib imports.
+_FIGURES = "lockstep.interactive.figures"
+
+
+def serve(rank: int, endpoint: socket.socket) -> None:
+    """Run what the program asks for until it closes its end of the socket.
+
+    Args:
+        rank: this rank.
+        endpoint: this rank's end.
+    """
+    _CellRunner(rank, Channel(endpoint, Request.__args__)).run()
+
+
+class _CellRunner:
+    def __init__(self, rank: int, channel: Channel[Request]) -> None:
+        self._rank = rank
+        self._channel = channel
+        #: What the main thread has to do, with the descriptors that came along; None: leave.
+        self._tasks: queue.SimpleQueue[tuple[Request, list[int]] | None] = queue.SimpleQueue()
+        self._interrupts = CellInterrupts()
+        self._main = types.ModuleType("__main__")
+        vars(self._main)["__builtins__"] = sys.modules["builtins"]
+
+    def run(self) -> None:
+        if self._rank == 0:
+            sink.show_png = self._show_png
+        os.environ["MPLBACKEND"] = f"module://{_FIGURES}"  # a kernel's own, which it hands on, needs the kernel
+        sys.modules["__main__"] = self._main
+        sys.argv[:] = [""]
+        threading.Thread(target=self._listen, name="lockstep-cells", daemon=True).start()
+        while (task := self._tasks.get()) is not None:
+            request, fds = task
+            match request:
+                case RunCell():
+                    self._tell(self._run_cell(request, fds))
+                case StopGroups(reason):
+                    self._tell(_stop_groups(reason))
+                case RenewGroups():
+                    self._tell(_renew_groups())
+
+    def _listen(self) -> None:
+        with contextlib.suppress(EOFError):
+            while True:
+                for request, fds in self._channel.receive():
+                    match request:
+                        case InterruptCell(number, at_once):
+                            self._interrupts.ask(number, at_once=at_once)
+                        case FreeWaiting(reason):
+                            _free(reason)
+                        case _:
+                            self._tasks.put((request, fds))
+        self._tasks.put(None)
+
+    def _tell(self, report: Report) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the program has gone: the zygote ends us
+            self._channel.send(report)
+
+    def _show_png(self, png: bytes) -> None:
+        self._tell(FigureDrawn(base64.b64encode(png).decode()))
+
+    def _run_cell(self, cell: RunCell, fds: list[int]) -> CellEnded:
+        shown: str | None = None
+        error: CellError | None = None
+        flight.current.enter(Phase.OWN)
+        try:
+            with self._interrupts.during(cell.number):
+                value = self._execute(cell)
+                _show_figures()
+                if value is not None and fds:
+                    shown = _shortened(_shown(value))
+                    send(fds.pop(), value, by_value=by_value.is_available())
+        except BaseException as raised:  # noqa: BLE001  (the program raises it, whatever it is)
+            error, shown = _told(raised), None
+        finally:
+            for fd in fds:
+                os.close(fd)
+            _flush()
+        return CellEnded(shown, None if error is None else asdict(error), _standing())
+
+    def _execute(self, cell: RunCell) -> object:
+        """Run a cell, and return the value of its last line if that is an expression."""
+        name = f"<cell {cell.number}>"
+        lines = cell.source.splitlines(keepends=True)
+        linecache.cache[name] = (len(cell.source), None, lines, name)  # for tracebacks and inspect
+        body, last = _compiled(cell.source, name)
+        namespace = vars(self._main)
+        exec(body, namespace)
+        return None if last is None else eval(last, namespace)
+
+
+def _compiled(source: str, name: str) -> tuple[CodeType, CodeType | None]:
+    """Return the code of a cell, and that of its last line if that is an expression whose value is wanted; a semicolon
+    behind it says that it is not, as in IPython."""
+    try:
+        tree = ast.parse(source, name)
+        final = tree.body[-1] if tree.body else None
+        last: CodeType | None = None
+        if isinstance(final, ast.Expr) and not source.rstrip().endswith(";"):
+            tree.body.pop()
+            last = compile(ast.Expression(final.value), name, "eval", dont_inherit=True)
+        return compile(tree, name, "exec", dont_inherit=True), last
+    except SyntaxError as error:
+        raise error.with_traceback(None) from None
+
+
+def _shown(value: object) -> str:
+    """Return a value as Python shows it; that is code of the user's, and no reason to lose the value."""
+    try:
+        return repr(value)
+    except Exception as error:  # noqa: BLE001
+        return f"<{type(value).__name__}, whose repr() raises {named(error)}>"
+
+
+def _told(error: BaseException) -> CellError:
+    at = time.monotonic()
+    tb = error.__traceback__
+    while tb is not None and tb.tb_frame.f_code.co_filename in (__file__, contextlib.__file__):
+        tb = tb.tb_next
+    error.__traceback__ = tb
+    if tb is not None:
+        tracebacks.fold(error)
+    kind, home = type(error).__qualname__, type(error).__module__
+    name = kind if home in ("builtins", "__main__") else f"{home}.{kind}"
+    return CellError(name, _shortened(said(error)), _shortened(tracebacks.text(error, in_memory=True)), at)
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    half = _LONGEST // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+
+
+def _show_figures() -> None:
+    """Show the figures that are still open, if matplotlib has been used."""
+    figures = sys.modules.get(_FIGURES)
+    if figures is not None:
+        figures.show_all()
+
+
+def _flush() -> None:
+    """Write out what Python and C still hold, so that it is there before the end of the cell is told."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # it may be closed, None or the program's own
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)
+
+
+# The process groups, which only a rank with torch has -----------------------------------------------------------------
+
+
+def _has_groups() -> bool:
+    return "lockstep.comm.init" in sys.modules and "torch.distributed" in sys.modules
+
+
+def _standing() -> dict[str, list[int]]:
+    if not _has_groups():
+        return {}
+    from lockstep.comm import renewal
+
+    return renewal.standing()
+
+
+def _free(reason: str) -> None:
+    if _has_groups():
+        from lockstep.comm import renewal
+
+        renewal.free(reason)
+
+
+def _stop_groups(reason: str) -> GroupsDone:
+    from lockstep.comm import renewal
+
+    try:
+        renewal.stop(reason)
+    except Exception as error:  # noqa: BLE001  (the program is told, whatever it is)
+        return GroupsDone("", named(error))
+    return GroupsDone("", "")
+
+
+def _renew_groups() -> GroupsDone:
+    from lockstep.comm import renewal
+
+    try:
+        return GroupsDone(renewal.renew(), "")
+    except Exception as error:  # noqa: BLE001  (the program is told, whatever it is)
+        return GroupsDone("", named(error))

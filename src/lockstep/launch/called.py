@@ -1,0 +1,129 @@
+"""Ranks on which a program calls a function: started, heard of, and closed; for ``lockstep.spawn`` and for cells."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from lockstep import knobs
+from lockstep.errors import EnvironmentMismatch, LaunchError, RankFailed
+from lockstep.job.files import EXIT_SAVED
+from lockstep.launch import report
+from lockstep.launch.folders import JobFolder
+from lockstep.launch.launcher import Launcher
+from lockstep.launch.output import LogFolder
+from lockstep.launch.parcel import Parcel
+from lockstep.launch.policy import failure_facts
+from lockstep.launch.ports import free_port
+from lockstep.launch.report import say
+from lockstep.launch.spec import JobSpec, Program
+from lockstep.runs.record import Recorder, RunEnd
+
+
+class CalledRanks:
+    """The ranks, their launcher in this process, and what all of it needs. To be used by one thread at a time.
+
+    Args:
+        program: the words that name it in the run's record; the first is what the user has called.
+        nprocs: how many ranks.
+        quiet: leave out the summary at the end, whatever ``LOCKSTEP_QUIET`` says.
+
+    Raises:
+        LaunchError: the ranks can't be started.
+        EnvironmentMismatch: ``MASTER_PORT`` is not a port.
+        ValueError: the ranks can't be bound to cores as ``LOCKSTEP_BIND`` says.
+    """
+
+    def __init__(self, program: list[str], nprocs: int, *, quiet: bool = False) -> None:
+        #: What the ranks have ended with, or could not be started for; None: they run, or have ended well.
+        self.error: LaunchError | None = None
+        #: True once all is given back.
+        self.closed = False
+        master = _master()
+        self._folder = JobFolder()
+        try:
+            spec = JobSpec(Program(program[0]), nproc=nprocs, quiet=quiet or knobs.quiet())
+            self._logs = LogFolder(None, program=spec.program.name)
+            recorder = Recorder(self._logs.make, program=program, tell=say)
+            self.launcher = Launcher(spec, spec.round(*master), home=self._folder.path, recorder=recorder)
+        except BaseException:
+            self._folder.remove()
+            raise
+
+    @property
+    def folder(self) -> Path:
+        """The private folder of this start."""
+        return self.launcher.attempt.folder
+
+    def fork(self, rank: int, parcel: Parcel) -> None:
+        """Start a rank, which calls the parcel's function."""
+        self.launcher.zygote.fork(self.launcher.attempt.fork(rank, parcel.job), parcel.descriptors())
+
+    def turn(self, *moments: float | None) -> set[object]:
+        """Wait for the zygote to say something, or for the time to act, and act on it.
+
+        Args:
+            moments: as for :meth:`Launcher.wait`.
+
+        Returns:
+            what in the launcher's selector is ready.
+        """
+        launcher = self.launcher
+        ready = launcher.wait(*moments)
+        launcher.hear(ready)
+        launcher.act(time.monotonic())
+        if launcher.broken is not None and self.error is None:
+            self.error = LaunchError(report.not_started(launcher.broken))
+        if not launcher.lives:
+            if self.error is None:
+                self.error = LaunchError(report.lost(launcher.zygote.pid, launcher.zygote.wait(limit=1.0)))
+            self.close()
+        return ready
+
+    def conclude(self) -> None:
+        """Find out how the ranks have ended, say what there is to say, and close."""
+        attempt = self.launcher.attempt
+        outcome = attempt.outcome()
+        first = outcome.first
+        if outcome.saved:
+            code, end, text = EXIT_SAVED, RunEnd.SAVED, report.stopped(outcome, None)
+        elif first is not None:
+            code, end, text = first.exit_code, RunEnd.FAILED, report.describe(outcome)
+            step, taken = attempt.steps(first.rank)
+            failure = failure_facts(first, step=step, taken=taken, out_of_memory=outcome.out_of_memory)
+            self.launcher.recorder.event("failed", text, failure=failure, again=False)
+        else:
+            code, end, text = 0, RunEnd.DONE, ""
+        if first is not None:
+            traceback = None if first.record is None else first.record.traceback or None
+            self.error = RankFailed(text, rank=first.rank, exit_code=code, traceback=traceback)
+        for said in self.launcher.conclude(code, end=end, word=text if outcome.saved else ""):
+            say(said)
+        self.close()
+
+    def close(self) -> None:
+        """End what is left and give everything back. Does nothing the second time.
+
+        Not by a kill of the zygote: ranks may run, and only the zygote ends what they have started.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        launcher = self.launcher
+        if launcher.policy.alive:
+            launcher.zygote.signal(launcher.policy.alive, signal.SIGKILL)
+        launcher.close()
+        self._logs.close()
+        self._folder.remove()
+
+
+def _master() -> tuple[str, int]:
+    """Return where a function that opens torch's process group meets: as the caller set it, or any free port."""
+    if "RANK" not in os.environ and "MASTER_PORT" in os.environ:
+        text = os.environ["MASTER_PORT"]
+        if not (text.isdecimal() and 0 < int(text) < 65536):
+            raise EnvironmentMismatch(f"MASTER_PORT={text!r}: expected 1 to 65535, or leave it unset for any free port")
+        return os.environ.get("MASTER_ADDR", "127.0.0.1"), int(text)
+    return "127.0.0.1", free_port()

@@ -1,0 +1,236 @@
+"""The rank's side of a test: a pytest session of its own for the one test. See Note [A test on ranks]."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+from _pytest.config import create_terminal_writer
+
+from lockstep import knobs, tracebacks
+from lockstep.launch.policy import is_echo
+
+if TYPE_CHECKING:
+    import warnings
+
+    from lockstep.comm.world import World
+
+#: Options of pytest and of its plugins that choose among tests, or that are for the process with the terminal. A rank
+#: has one test, and reports it to that process.
+_OF_THE_SESSION: dict[str, Any] = {
+    "keyword": "", "markexpr": "", "deselect": None, "ignore": None, "ignore_glob": None, "collectonly": False,
+    "pyargs": False, "maxfail": 0, "lf": False, "failedfirst": False, "newfirst": False, "stepwise": False,
+    "stepwise_skip": False, "cacheclear": False, "cacheshow": None, "usepdb": False, "trace": False, "xmlpath": None,
+    "pastebin": None, "log_file": None, "setuponly": False, "setupplan": False, "setupshow": False, "capture": "no",
+    "debug": None, "dist": "no", "distload": False, "numprocesses": None, "maxprocesses": None, "tx": [],
+    "looponfail": False, "cov_source": [], "no_cov": True,
+}  # fmt: skip
+#: The zygote has imported plugins before there was a pytest that would have rewritten their assertions.
+_IMPORTED = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
+#: Plugins that keep for the next session what has failed in this one.
+_REMEMBER = ("lfplugin", "nfplugin", "stepwiseplugin")
+
+
+@dataclass(frozen=True)
+class ItemOrder:
+    """The test that the ranks are to run, and what their pytest is to know of the one that was started."""
+
+    #: As on pytest's command line: the file, and the names in it.
+    argument: str
+    #: Fixture -> its pickled value, which the ranks have in common.
+    shared: dict[str, bytes]
+    #: pytest's options as they were parsed.
+    options: dict[str, Any]
+    #: What pytest-xdist has told this worker; None: it is none.
+    worker: dict[str, Any] | None = None
+
+
+#: "passed" and "skipped" as for pytest; "expected": failed as ``xfail`` said.
+Kind = Literal["passed", "skipped", "expected", "failed"]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank has to say of the test."""
+
+    kind: Kind = "passed"
+    #: Why it was skipped, or was expected to fail.
+    reason: str = ""
+    #: Of a failure: where (setup, call or teardown), pytest's report in JSON's types, and whether it reads like the
+    #: consequence of another rank's.
+    phase: str = "call"
+    report: dict[str, Any] | None = None
+    #: The same in words, where pytest has made no report of it.
+    text: str = ""
+    echo: bool = False
+    #: On the monotonic clock.
+    at: float = 0.0
+    #: What was captured of the test's logs: its kind, text.
+    sections: tuple[tuple[str, str], ...] = ()
+    #: Warnings: category, message, file, line.
+    warned: tuple[tuple[type[Warning], str, str, int], ...] = ()
+
+    @property
+    def failed(self) -> bool:
+        return self.kind == "failed"
+
+
+def is_failure(report: RankReport | None) -> bool:
+    """Return whether a rank has failed, by what it has returned."""
+    return report is None or report.failed
+
+
+def run_item(rank: int, order: ItemOrder) -> RankReport:
+    """Run a test on this rank, and return what there is to say of it; called in the rank."""
+    observer = _Observer(rank, order)
+    try:
+        code = _run(observer, order)
+        report = observer.report(code)
+    except (Exception, SystemExit):  # noqa: BLE001  (pytest's own: a conftest.py that can't be imported, a usage error)
+        report = RankReport("failed", text=traceback.format_exc(), at=time.monotonic())
+    if not report.failed:
+        import lockstep
+
+        lockstep.shutdown()  # one that has failed may have left others in a collective, and ends without them
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return report
+
+
+def world_of(options: object) -> Iterator[World]:
+    """Join the ranks of the test; what the fixture ``world`` does."""
+    if getattr(options, "lockstep_rank", None) is None:
+        pytest.fail(
+            "the fixture 'world' is there on ranks alone: mark the test with @pytest.mark.ranks(2)", pytrace=False
+        )
+    import lockstep
+
+    yield lockstep.init()
+
+
+def _run(observer: _Observer, order: ItemOrder) -> int:
+    taken = {name: value for name, value in _OF_THE_SESSION.items() if name in order.options}
+    basetemp = os.path.join(knobs.job_dir() or ".", f"basetemp-{observer.rank}")
+    options = {**order.options, **taken, "basetemp": basetemp, "lockstep_rank": observer.rank}
+    options["pythonwarnings"] = [*(options.get("pythonwarnings") or []), _IMPORTED]
+    config = pytest.Config.fromdictargs(options, [order.argument])  # documented as "usable for subprocesses"
+    if order.worker is not None:
+        config.workerinput = order.worker  # type: ignore[attr-defined]  # (pytest-xdist's; plugins look for it)
+    config.pluginmanager.register(observer, "lockstep-rank")
+    try:
+        return int(config.hook.pytest_cmdline_main(config=config))
+    finally:
+        config._ensure_unconfigure()  # as pytest.main does
+
+
+class _Observer:
+    """A plugin of the rank's pytest: gives the test what the ranks share, and notes what becomes of it."""
+
+    def __init__(self, rank: int, order: ItemOrder) -> None:
+        self.rank, self._order = rank, order
+        self._ended = False
+        self._problem = ""
+        self._found = RankReport()
+        self._sections: dict[tuple[str, str], None] = {}
+        self._warned: dict[tuple[type[Warning], str, str, int], None] = {}
+        self._nothing = open(os.devnull, "w")  # noqa: SIM115  (for as long as the process lives)
+
+    def report(self, exit_code: int) -> RankReport:
+        """Return what there is to say, once the session has ended."""
+        found = self._found
+        if not found.failed and not self._ended:
+            problem = self._problem or (
+                f"the test was not run to its end on this rank (pytest's exit code there is {exit_code}): was it "
+                "interrupted, or are its parameters, or what deselects tests, different in each process?"
+            )
+            found = RankReport("failed", text=problem, phase="collection", at=time.monotonic())
+        return replace(found, sections=tuple(self._sections), warned=tuple(self._warned))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        plugins = session.config.pluginmanager
+        for name in _REMEMBER:
+            if plugins.has_plugin(name):
+                plugins.unregister(name=name)
+        reporter = plugins.get_plugin("terminalreporter")
+        if reporter is not None:  # what it says of the session would be among what the test prints
+            reporter._tw = create_terminal_writer(session.config, self._nothing)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
+        """Have no summary made for a terminal, for which plugins would collect and load what it needs."""
+        done = yield
+        plugins = session.config.pluginmanager
+        if plugins.has_plugin("terminalreporter"):
+            plugins.unregister(name="terminalreporter")
+        return done
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Put what the ranks share in the place of its fixtures, whose own fixtures are then not set up here."""
+        info = item._fixtureinfo  # type: ignore[attr-defined]
+        for name, packed in self._order.shared.items():
+            fixture = info.name2fixturedefs[name][-1]
+            value = pickle.loads(packed)  # noqa: S301  (through a pipe of the process that has forked this one)
+            fixture.func, fixture.argnames = (lambda value=value: value), ()
+        info.prune_dependency_tree()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        if call.excinfo is not None:
+            tracebacks.fold(call.excinfo.value)  # to the frames of the test and of what it tests
+            call.excinfo = pytest.ExceptionInfo.from_exception(call.excinfo.value)
+        report = yield
+        self._ended |= call.when == "teardown"
+        if call.excinfo is not None and not self._found.failed:
+            self._found = self._read(item, report, call.excinfo) or self._found
+        return report
+
+    def _read(
+        self, item: pytest.Item, report: pytest.TestReport, raised: pytest.ExceptionInfo[BaseException]
+    ) -> RankReport | None:
+        at = time.monotonic()
+        if report.skipped:
+            expected = getattr(report, "wasxfail", None)
+            if expected is not None:
+                return RankReport("expected", reason=expected.removeprefix("reason: "), phase=report.when, at=at)
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(raised.value)
+            return RankReport("skipped", reason=reason.removeprefix("Skipped: "), phase=report.when, at=at)
+        if not report.failed:
+            return None
+        for title, text in report.sections:
+            kind = title.split()[1]  # "Captured log call"
+            if kind == "log":
+                self._sections[kind, text] = None
+        data = item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
+        echo = is_echo(raised.typename, str(raised.value))
+        return RankReport("failed", phase=report.when, report=data, echo=echo, at=at)
+
+    @pytest.hookimpl
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._problem = str(report.longrepr)
+
+    @pytest.hookimpl
+    def pytest_internalerror(self, excrepr: object) -> None:
+        self._problem = f"an error inside pytest:\n{excrepr}"
+
+    @pytest.hookimpl
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
+        each = warning_message
+        if when == "runtest":
+            self._warned[each.category, str(each.message), each.filename, each.lineno] = None
+
+    @pytest.hookimpl(optionalhook=True, tryfirst=True)
+    def pytest_timeout_set_timer(self) -> bool:
+        """Leave a limit of pytest-timeout to the process with the terminal: here it would end the rank wordlessly."""
+        return True

@@ -1,0 +1,123 @@
+"""pytest's plugin: the mark ``ranks`` and the fixture ``world``.
+
+It is loaded wherever lockstep is installed, so it loads nothing else of lockstep before there is a test with the mark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from lockstep.comm.world import World
+    from lockstep.testing.marks import RanksMark
+    from lockstep.testing.session import RanksSession
+
+_MARK = "ranks"
+#: The parameter that tells a test's runs apart where its mark asks for several.
+_CASE = "ranks_case"
+_SESSION = pytest.StashKey["RanksSession"]()
+
+
+@pytest.fixture
+def world(pytestconfig: pytest.Config) -> Iterator[World]:
+    """The ranks of this test: what lockstep.init() returns on each. For tests with the mark ranks."""
+    from lockstep.testing.on_rank import world_of
+
+    yield from world_of(pytestconfig.option)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Take the time limit of tests on ranks from pytest's configuration."""
+    parser.addini("ranks_limit", "seconds that a test with the mark ranks may take (60)", default="")
+    parser.addini("ranks_preload", "modules imported once, before the ranks are forked", type="linelist", default=[])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the mark known."""
+    config.addinivalue_line(
+        "markers",
+        "ranks(*world_sizes, backends=(), limit=60, shared=()): run the test on so many ranks, each a process; "
+        "once for each world size and backend",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Have a run of the test for each world size and backend."""
+    mark = metafunc.definition.get_closest_marker(_MARK)
+    if mark is None:
+        return
+    cases = _read(metafunc.definition, mark).cases()
+    if len(cases) > 1 or "" not in cases:
+        metafunc.fixturenames.append(_CASE)
+        metafunc.parametrize(_CASE, list(cases.values()), ids=list(cases))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the fixtures of tests on ranks to the ranks."""
+    if _is_rank(config):
+        return
+    for item in items:
+        mark = item.get_closest_marker(_MARK)
+        if mark is not None:
+            _session(config).prepare(item, _read(item, mark))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test on ranks."""
+    mark = pyfuncitem.get_closest_marker(_MARK)
+    if mark is None or _is_rank(pyfuncitem.config):
+        return None
+    wanted = _read(pyfuncitem, mark)
+    callspec = getattr(pyfuncitem, "callspec", None)
+    case = callspec.params.get(_CASE) if callspec is not None else None
+    _session(pyfuncitem.config).run(pyfuncitem, wanted, case or next(iter(wanted.cases().values())))
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Report a failure by rank."""
+    report = yield
+    if not report.failed or call.excinfo is None or _is_rank(item.config):
+        return report
+    if item.get_closest_marker(_MARK) is not None:
+        from lockstep.testing.session import RanksFailed
+
+        if isinstance(call.excinfo.value, RanksFailed):
+            report.longrepr = call.excinfo.value.longrepr(item)
+    return report
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the process that forks the ranks."""
+    session = config.stash.get(_SESSION, None)
+    if session is not None:
+        session.close()
+
+
+def _is_rank(config: pytest.Config) -> bool:
+    return getattr(config.option, "lockstep_rank", None) is not None
+
+
+def _session(config: pytest.Config) -> RanksSession:
+    if _SESSION not in config.stash:
+        from lockstep.testing.session import RanksSession
+
+        config.stash[_SESSION] = RanksSession(config)
+    return config.stash[_SESSION]
+
+
+def _read(node: pytest.Item, mark: pytest.Mark) -> RanksMark:
+    from lockstep.testing.marks import RanksMark
+
+    try:
+        return RanksMark.read(mark.args, mark.kwargs)
+    except ValueError as error:
+        raise pytest.UsageError(f"{node.nodeid}: @pytest.mark.{error}") from None

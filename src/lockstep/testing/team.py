@@ -1,0 +1,392 @@
+"""Call a function on N ranks, again and again: the ranks are forked from one process that has imported torch.
+
+See Note [Ranks for one test] in ``lockstep/testing/__init__.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import selectors
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing import resource_tracker
+from multiprocessing import spawn as multiprocessing_spawn
+from typing import Any
+
+from lockstep import _proc, knobs, machine
+from lockstep.errors import LaunchError
+from lockstep.job.files import FailureRecord
+from lockstep.job.page import STACK_SIGNAL, Phase
+from lockstep.launch import evidence, report
+from lockstep.launch.binding import Binding
+from lockstep.launch.channel import Answer, Broken, Cleared, Exited, Ready, Started, ZygoteHandle
+from lockstep.launch.folders import JobFolder
+from lockstep.launch.launcher import Attempt
+from lockstep.launch.parcel import Parcel
+from lockstep.launch.ports import free_port
+from lockstep.launch.returned import NotReturned, Returned
+from lockstep.rendezvous.messages import Round
+
+#: Seconds that the other ranks have to end by themselves once one has ended badly.
+FOLLOWING = 5.0
+#: Seconds for the zygote's imports, on a slow disk.
+_IMPORTS = 300.0
+#: Seconds for ranks that are killed, or for what they have left behind to be ended.
+_ENDING = 30.0
+#: Seconds for ranks to write their stacks: they do so in a signal handler, at once unless they stand still.
+_ANSWER = 2.0
+#: Seconds that processes which outlive their rank have to leave by themselves.
+_LEAVING = 1.0
+
+
+@dataclass(frozen=True)
+class RankCall:
+    """What the ranks are to do: each calls ``function(rank, *args)``, which is at the top level of a module."""
+
+    function: Callable[..., object]
+    args: tuple[Any, ...]
+    world_size: int
+    #: Seconds for all of it.
+    limit: float
+    #: Returns whether a rank's value says that it has failed.
+    is_failure: Callable[[Any], bool]
+    #: Variables that the ranks see changed, beside this process's own.
+    env: Mapping[str, str] = field(default_factory=dict)
+    #: True if what the ranks print is kept for :class:`RankEnd`; else it goes where this process's output goes.
+    captured: bool = True
+
+
+class Stopped(enum.Enum):
+    """Why ranks were ended from outside."""
+
+    #: They had not ended at the call's limit.
+    LIMIT = "limit"
+    #: They waited for what could not come any more.
+    HANG = "hang"
+    #: They were still there some seconds after another rank had ended badly.
+    FAILURE = "failure"
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """What became of one rank."""
+
+    rank: int
+    pid: int | None
+    #: Negative for a signal.
+    exit_code: int | None
+    #: The time of its end, on the monotonic clock.
+    at: float
+    #: What the function returned; None: nothing, or see ``problem``.
+    value: Any = None
+    #: Why there is no value, though the function may have returned; empty: there is one.
+    problem: str = ""
+    #: What it left of an exception that ended it.
+    record: FailureRecord | None = None
+    #: Why it was ended from outside; None: it ended by itself.
+    stopped: Stopped | None = None
+    #: Where it was then, in words.
+    where: str = ""
+    out: str = ""
+    err: str = ""
+
+
+@dataclass(frozen=True)
+class TeamResult:
+    """What became of a call."""
+
+    ranks: tuple[RankEnd, ...]
+    #: Why the call was ended from outside, and what the launcher's watch says of it.
+    stopped: Stopped | None
+    finding: str
+    #: The processes that have outlived the ranks, in words. They have been ended.
+    left: tuple[str, ...]
+
+
+class Team:
+    """A zygote that stays, and the ranks of one call at a time. To be closed.
+
+    Args:
+        also: modules that the zygote is to import beside torch and lockstep.
+
+    Raises:
+        LaunchError: no folder for the ranks' files can be written.
+    """
+
+    def __init__(self, also: Sequence[str] = ()) -> None:
+        self._calls = 0
+        self._base = dict(os.environ)
+        # Ranks share it: shared memory that one leaves behind stays to be found, as it would in a job that is killed.
+        resource_tracker.ensure_running()
+        self._folder = JobFolder()
+        try:
+            self._zygote = ZygoteHandle(
+                self._folder.path, ranks=machine.visible_cores(), threads=1, restarts=True, also=also
+            )
+        except BaseException:
+            self._folder.remove()
+            raise
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._zygote, selectors.EVENT_READ)
+        self._ready = False
+
+    @property
+    def pid(self) -> int:
+        """The zygote's process id."""
+        return self._zygote.pid
+
+    def run(self, call: RankCall) -> TeamResult:
+        """Have the ranks make a call, and return what became of each, once all have ended.
+
+        Raises:
+            LaunchError: the zygote could not import what it is to, or is gone.
+        """
+        self._await_imports()
+        round_ = Round(0, (call.world_size,), "127.0.0.1", free_port())
+        attempt = Attempt(
+            round_,
+            home=self._folder.path,
+            number=self._calls,
+            grace=FOLLOWING,
+            binding=Binding((), threads=1, cores=machine.visible_cores()),
+            warming_up=knobs.late(),
+        )
+        self._calls += 1
+        try:
+            return _CallUnderWay(self, attempt, call).result()
+        finally:
+            attempt.close()
+            shutil.rmtree(attempt.folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """End the zygote and all that is left below it. Does nothing the second time."""
+        self._selector.close()
+        self._zygote.close()
+        self._folder.remove()
+
+    def fork(self, attempt: Attempt, call: RankCall, rank: int, returned: Returned, output: tuple[int, int]) -> None:
+        """Have one rank forked, with this process's environment, paths and folder as they are now."""
+        now = dict(os.environ)
+        changed: dict[str, str | None] = dict.fromkeys(self._base.keys() - now.keys())
+        changed |= {name: value for name, value in now.items() if self._base.get(name) != value}
+        preparation = {
+            name: value
+            for name, value in multiprocessing_spawn.get_preparation_data(f"rank-{rank}").items()
+            if not name.startswith("init_main")  # pytest's own program is none of the ranks'
+        } | {"dir": os.getcwd()}
+        with Parcel(preparation, call.function, call.args, returned, output=output) as parcel:
+            fork = attempt.fork(rank, parcel.job | {"brief": True})
+            env = changed | fork.env | dict(call.env)
+            self._zygote.fork(replace(fork, env=env), parcel.descriptors())
+
+    def signal(self, ranks: Sequence[int], signum: int) -> None:
+        """Have a signal sent to ranks of the call under way."""
+        self._zygote.signal(ranks, signum)
+
+    def hear(self, until: float) -> list[Answer]:
+        """Return what the zygote says next, up to ``until`` on the monotonic clock; empty: nothing.
+
+        Raises:
+            LaunchError: the zygote is gone, or its imports have failed.
+        """
+        if not self._selector.select(max(0.0, until - time.monotonic())):
+            return []
+        try:
+            answers = self._zygote.receive()
+        except EOFError:
+            raise LaunchError(report.lost(self._zygote.pid, self._zygote.wait(limit=1.0))) from None
+        for answer in answers:
+            if isinstance(answer, Broken):
+                raise LaunchError(report.not_started(answer.error))
+            self._ready |= isinstance(answer, Ready)
+        return answers
+
+    def clear(self) -> tuple[str, ...]:
+        """End what ranks have left running, and return what that was. Resource trackers leave by themselves, later."""
+        deadline = time.monotonic() + _LEAVING
+        while (left := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if left:
+            self._zygote.clear()
+            end = time.monotonic() + _ENDING
+            while not any(isinstance(answer, Cleared) for answer in self.hear(end)):
+                if time.monotonic() > end:
+                    raise LaunchError(f"what ranks have left running did not end within {_ENDING:g} s: {left}")
+        return tuple(left.values())
+
+    def _left(self) -> dict[int, str]:
+        found = {}
+        for pid in _proc.descendants(self._zygote.pid):
+            words = _proc.read(pid, "cmdline").replace("\0", " ").strip()
+            if "resource_tracker import main" not in words:
+                found[pid] = f"process {pid}: {words[-200:] or 'without a command line'}"
+        return found
+
+    def _await_imports(self) -> None:
+        end = time.monotonic() + _IMPORTS
+        while not self._ready:
+            if not self.hear(end) and time.monotonic() > end:
+                raise LaunchError(f"the process that forks the ranks did not import torch within {_IMPORTS:g} s")
+
+
+class _CallUnderWay:
+    """One call under way."""
+
+    def __init__(self, team: Team, attempt: Attempt, call: RankCall) -> None:
+        self._team, self._attempt, self._call = team, attempt, call
+        self._returned = [Returned() for _ in range(call.world_size)]
+        self._output = [_Output() if call.captured else None for _ in range(call.world_size)]
+        #: The ranks that were asked for, the first ones.
+        self._forked = 0
+        self._ended: dict[int, RankEnd] = {}
+        self._where: dict[int, str] = {}
+        self._stopped: Stopped | None = None
+        self._finding = ""
+
+    def result(self) -> TeamResult:
+        """Start the ranks, wait for their end, and return what became of them."""
+        try:
+            for rank in range(self._call.world_size):
+                output = self._output[rank]
+                fds = (1, 2) if output is None else output.descriptors
+                self._team.fork(self._attempt, self._call, rank, self._returned[rank], fds)
+                self._forked += 1
+            self._wait()
+            left = self._team.clear()
+            return TeamResult(
+                tuple(self._end_of(rank) for rank in range(self._call.world_size)), self._stopped, self._finding, left
+            )
+        finally:
+            with contextlib.suppress(LaunchError):  # what raises here has told of it
+                self._kill()
+            for returned in self._returned:
+                returned.close()
+            for each in self._output:
+                if each is not None:
+                    each.close()
+
+    @property
+    def _alive(self) -> list[int]:
+        return [rank for rank in self._attempt.policy.alive if rank < self._forked]
+
+    def _wait(self) -> None:
+        """Wait until all ranks have ended: by themselves, or because they had to be."""
+        hangs, states = self._attempt.hangs, self._attempt.policy.states
+        limit = time.monotonic() + self._call.limit
+        follow = sure = float("inf")
+        look = time.monotonic()
+        while self._alive:
+            now = time.monotonic()
+            if now >= hangs.due:
+                hangs.glance(now)
+            if now >= look:
+                look = now + knobs.times().heartbeat
+                hangs.look(states, now, ask=lambda ranks, signum: self._team.signal(list(ranks), signum))
+            # On a busy machine a rank may only not have run for some seconds, so a hang has to last.
+            sure = min(sure, now + knobs.late()) if self._can_not_end() else float("inf")
+            if now >= min(limit, follow, sure):
+                failed = follow < float("inf")
+                self._stop(Stopped.LIMIT if now >= limit else Stopped.FAILURE if failed else Stopped.HANG)
+                return
+            if self._take(self._team.hear(min(limit, follow, sure, look, hangs.due))):
+                follow = min(follow, time.monotonic() + FOLLOWING)
+
+    def _can_not_end(self) -> bool:
+        """Return whether ranks wait for what can't come: for ranks that have ended, or all for each other."""
+        facts, states = self._attempt.hangs.facts(), self._attempt.policy.states
+        return not facts["over"] and all(states[rank].exit_code is not None for rank in facts["ranks"])
+
+    def _take(self, answers: Sequence[Answer]) -> bool:
+        """Note what the zygote has said, and return whether a rank has ended badly."""
+        policy, bad = self._attempt.policy, False
+        for answer in answers:
+            if isinstance(answer, Started):
+                policy.started(answer.rank, answer.pid)
+            elif isinstance(answer, Exited):
+                policy.exited(answer.rank, answer.code, answer.at, peak=answer.peak, agreed=True)
+                bad |= self._note(answer)
+        return bad
+
+    def _note(self, ended: Exited) -> bool:
+        value, problem = None, ""
+        try:
+            value = self._returned[ended.rank].take()
+        except NotReturned as why:
+            problem = str(why)
+        self._ended[ended.rank] = RankEnd(
+            ended.rank,
+            self._attempt.policy.states[ended.rank].pid,
+            ended.code,
+            ended.at,
+            value=value,
+            problem=problem,
+            record=self._attempt.record(ended.rank),
+            stopped=self._stopped if ended.rank in self._where else None,
+            where=self._where.get(ended.rank, ""),
+        )
+        return ended.code != 0 or bool(problem) or self._call.is_failure(value)
+
+    def _stop(self, why: Stopped) -> None:
+        """Find out where the ranks are that still run, and end them."""
+        self._stopped, self._finding = why, self._attempt.hangs.finding
+        ranks, folder = self._alive, self._attempt.folder
+        begins = {rank: evidence.stack_size(folder, rank) for rank in ranks}
+        asked = [rank for rank in ranks if self._attempt.look(rank).mark.phase is not Phase.LEAVING]
+        self._team.signal(asked, STACK_SIGNAL)
+        end, sizes = time.monotonic() + _ANSWER, begins
+        while time.monotonic() < end:
+            time.sleep(0.02)
+            before, sizes = sizes, {rank: evidence.stack_size(folder, rank) for rank in ranks}
+            if sizes == before and all(sizes[rank] > begins[rank] for rank in asked):
+                break
+        for rank in ranks:
+            self._where[rank] = self._describe(rank, begins[rank])
+        self._kill()
+
+    def _describe(self, rank: int, begin: int) -> str:
+        state, folder = self._attempt.policy.states[rank], self._attempt.folder
+        stack = evidence.read_stack(folder, rank, start=begin)
+        facts = None if state.pid is None else evidence.facts(state.pid)
+        known = report.Known(rank, state.pid, None, self._attempt.look(rank), 0.0, facts, stack)
+        return "\n".join(report.describe_rank(known, None))
+
+    def _kill(self) -> None:
+        """End the ranks that are still there.
+
+        Raises:
+            LaunchError: they do not end.
+        """
+        end = time.monotonic() + _ENDING
+        if self._alive:
+            self._team.signal(self._alive, signal.SIGKILL)
+        while self._alive:
+            answers = self._team.hear(end)
+            self._take(answers)
+            if not answers and time.monotonic() > end:
+                raise LaunchError(f"ranks {self._alive} did not end within {_ENDING:g} s of SIGKILL")
+
+    def _end_of(self, rank: int) -> RankEnd:
+        output = self._output[rank]
+        end = self._ended[rank]
+        return end if output is None else replace(end, out=output.text(0), err=output.text(1))
+
+
+class _Output:
+    """What a rank prints, in memory files: nobody has to read meanwhile, and nothing is lost with a rank."""
+
+    def __init__(self) -> None:
+        self.descriptors = os.memfd_create("lockstep-out"), os.memfd_create("lockstep-err")
+
+    def text(self, place: int) -> str:
+        """Return what was printed to standard output (0) or error (1)."""
+        fd = self.descriptors[place]
+        return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        for fd in self.descriptors:
+            os.close(fd)

@@ -1,0 +1,446 @@
+"""Tests on ranks, as users write them: pytest runs on small projects, and what it says of them is looked at."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401  (what a project imports first is forgotten after its run, which torch does not bear)
+
+import lockstep.testing.session  # noqa: F401  (as well)
+from lockstep import knobs
+from lockstep.launch import channel
+from tests import warm
+from tests.launching import LIMIT, gone_within, python_path
+
+pytest_plugins = ["pytester"]
+ROOT = Path(__file__).parents[2]
+
+Run = Callable[..., pytest.RunResult]
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Runs pytest on a file with this text, and looks whether a process of the ranks is left."""
+    zygotes: list[warm.Zygote] = []
+
+    def start(argv: list[str], control: int, env: dict[str, str]) -> int:
+        zygotes.append(warm.Zygote(argv, control, env))
+        return zygotes[-1].pid
+
+    def run(text: str, *options: str) -> pytest.RunResult:
+        pytester.makepyfile(test_it=text)
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", *options)
+
+    monkeypatch.setattr(channel, "start_zygote", start)
+    monkeypatch.setenv(knobs.TIMES, "0.4")
+    pytester.makeini("[pytest]\naddopts = --strict-markers --strict-config\nfilterwarnings = error\n")
+    yield run
+    for zygote in zygotes:
+        zygote.wait(LIMIT)
+
+
+_PLAIN = """
+import os
+import pytest
+import torch
+import torch.distributed as dist
+
+@pytest.fixture
+def tensor(world):
+    yield torch.tensor([float(10 ** world.rank)])
+    dist.barrier()  # fixtures end before the world does
+
+@pytest.mark.ranks(1, 2, backends=("shm", "gloo"))
+def test_sum(world, tensor, tmp_path):
+    assert dist.get_backend() == os.environ["LOCKSTEP_BACKEND"]
+    dist.all_reduce(tensor)
+    assert tensor.item() == [1.0, 11.0][world.world_size - 1]
+    (tmp_path / str(world.rank)).touch()
+    dist.barrier()
+    assert len(os.listdir(tmp_path)) == world.world_size
+
+@pytest.mark.parametrize("change", [lambda x: x + 1, torch.neg], ids=["plus", "neg"])
+class TestMethods:
+    @pytest.mark.ranks(2)
+    def test_method(self, change, monkeypatch):  # no world: the ranks are there all the same
+        assert os.environ["WORLD_SIZE"] == "2"
+        monkeypatch.setenv("OWN", os.environ["RANK"])
+        assert change(torch.ones(1)).item() in (2.0, -1.0)
+
+def test_without_ranks():
+    assert "RANK" not in os.environ
+
+@pytest.mark.ranks(2)
+def test_skips(world):
+    pytest.skip("not today")
+
+@pytest.mark.ranks(2)
+@pytest.mark.skipif(True, reason="never")
+def test_is_not_started(world): ...
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(raises=ZeroDivisionError, strict=True)
+def test_fails_as_expected(world):
+    if world.rank == 1:
+        1 / 0
+    dist.barrier()
+"""
+
+
+def test_tests_run_on_their_ranks(run: Run) -> None:
+    result = run(_PLAIN, "-rxs")
+    result.assert_outcomes(passed=7, skipped=2, xfailed=1)
+    result.stdout.fnmatch_lines(["SKIPPED * not today", "SKIPPED * never"], consecutive=False)
+
+
+_FAILURES = """
+import os
+import sys
+import warnings
+import pytest
+import torch.distributed as dist
+
+@pytest.mark.ranks(3)
+def test_values(world):
+    print("hello from", world.rank)
+    value = [world.rank // 2, 5]
+    assert value == [7, 5]
+
+@pytest.fixture
+def broken(world):
+    raise RuntimeError(f"no model on {world.rank}")
+
+@pytest.mark.ranks(2)
+def test_setup(broken): ...
+
+@pytest.mark.ranks(2)
+def test_one_fails(world):
+    if world.rank == 1:
+        raise ValueError("only here")
+    dist.barrier()
+
+@pytest.mark.ranks(2)
+def test_dies(world):
+    if world.rank == 1:
+        os._exit(7)
+    dist.barrier()
+
+@pytest.mark.ranks(2)
+def test_leaves(world):
+    sys.exit("gone")
+
+@pytest.mark.ranks(2)
+def test_interrupted(world):
+    pytest.exit("enough")
+
+@pytest.mark.ranks(2)
+def test_one_skips(world):
+    if world.rank == 1:
+        pytest.skip("only one")
+
+@pytest.mark.ranks(1)
+@pytest.mark.xfail(strict=True)
+def test_passes_against_expectation(world): ...
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("default")
+def test_warns(world):
+    warnings.warn("mind the gap")
+"""
+
+
+def test_failures_are_told_by_rank(run: Run) -> None:
+    result = run(_FAILURES, "-vv")
+    result.assert_outcomes(failed=8, passed=1, warnings=2)
+    result.stdout.fnmatch_lines_random(
+        [
+            "--- ranks 0 and 1 of 3",
+            "E       assert [[]0, 5] == [[]7, 5]",
+            "--- rank 2 of 3",
+            "E       assert [[]1, 5] == [[]7, 5]",
+            "*Captured stdout of rank 2 call*",
+            "hello from 2",
+            "--- rank 0 of 2, in setup",
+            "E       RuntimeError: no model on 0",
+            "E       RuntimeError: no model on 1",
+            "E           ValueError: only here",
+            "--- rank 0 of 2, as a consequence",
+            "*PeerLost: rank 0 waits in barrier * for rank 1, which ended*",
+            "--- rank 1 of 2 ended with exit code 7 in the test",
+            "E       SystemExit: gone",
+            "the test was not run to its end on this rank (pytest's exit code there is 2)*",
+            "--- rank 1 of 2 skipped the test (only one), and the others did not",
+            "*XPASS(strict)*",
+            "*UserWarning: mind the gap",
+            "FAILED test_it.py::test_one_fails - rank 1 of 2: ValueError: only here",
+        ]
+    )
+    text = result.stdout.str()
+    assert "/lockstep/comm/" not in text.replace("last seen", ""), "frames are those of the test alone"
+    assert text.count("E       SystemExit: gone") == 1, "said once for both ranks"
+
+
+_STUCK = """
+import threading
+import torch
+import torch.distributed as dist
+import pytest
+
+@pytest.mark.ranks(2, limit=4)
+def test_waits_for_ever(world):
+    if world.rank == 1:
+        threading.Event().wait()
+    dist.barrier()
+
+@pytest.mark.ranks(2, backends=("gloo",))
+def test_different_collectives(world):
+    if world.rank == 1:
+        dist.recv(torch.zeros(1), src=0)
+    dist.barrier()
+
+@pytest.mark.ranks(2)
+def test_next(world):
+    dist.barrier()
+"""
+
+
+def test_ranks_that_hang_are_named_with_their_stacks(run: Run) -> None:
+    result = run(_STUCK)
+    result.assert_outcomes(failed=2, passed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "--- the ranks had not ended after 4 s, the test's limit",
+            "--- rank 0 of 2 was ended",
+            "  it waits in barrier #* at */test_it.py:10 in test_waits_for_ever*",
+            "--- rank 1 of 2 was ended",
+            "    */threading.py:* in wait",
+            "    */test_it.py:9 in test_waits_for_ever",
+            "--- the ranks could not end any more, and were ended",
+            "all ranks have waited for * s, in different collectives: one of them has left one out",
+            "--- rank 1 of 2 was ended",
+            "    */test_it.py:15 in test_different_collectives",
+        ]
+    )
+    text = result.stdout.str()
+    assert "/_pytest/" not in text
+    assert "Nothing was stopped" not in text
+
+
+_LEAKS = """
+import os
+from multiprocessing import shared_memory
+import pytest
+
+@pytest.mark.ranks(2)
+def test_leaves_a_process(world, tmp_path):
+    if world.rank == 1:
+        child = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")
+        (tmp_path.parent / "child").write_text(str(child))
+
+@pytest.mark.ranks(2)
+def test_leaves_memory(world, tmp_path):
+    if world.rank == 1:
+        memory = shared_memory.SharedMemory(create=True, size=64)
+        (tmp_path.parent / "memory").write_text(memory.name)
+
+@pytest.mark.ranks(2)
+def test_leaves_nothing(world): ...
+"""
+
+
+def test_what_ranks_leave_is_found_and_ended(run: Run, pytester: pytest.Pytester) -> None:
+    result = run(_LEAKS, "--basetemp", str(pytester.path / "temporary"))
+    result.assert_outcomes(failed=2, passed=1)
+    (child,) = pytester.path.rglob("child")
+    (memory,) = pytester.path.rglob("memory")
+    result.stdout.fnmatch_lines(
+        [
+            f"--- the test has left running what it started: process {child.read_text()}: sleep 1000",
+            f"--- the test has left shared memory behind in /dev/shm: {memory.read_text()}",
+        ]
+    )
+    assert not gone_within([int(child.read_text())], 5.0)
+    assert not Path("/dev/shm", memory.read_text()).exists()
+
+
+_ABANDONED = """
+import os
+import signal
+import pytest
+
+@pytest.mark.ranks(2)
+def test_loses_its_launcher(world):
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+
+@pytest.mark.ranks(2)
+def test_next(world): ...
+"""
+
+
+def test_tests_go_on_after_the_process_that_forks_the_ranks_has_died(run: Run) -> None:
+    result = run(_ABANDONED)
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(["E *LaunchError: the process that forks the ranks * ended*"])
+
+
+def test_a_module_that_can_not_be_imported_beforehand_is_named(run: Run) -> None:
+    test = "import pytest\n@pytest.mark.ranks(1)\ndef test_it(): ...\n"
+    result = run(test, "-o", "ranks_preload=nothing_such")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E *ModuleNotFoundError: No module named 'nothing_such'*"])
+
+
+_SHARED = """
+import os
+import threading
+import pytest
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return tmp_path_factory.getbasetemp()
+
+@pytest.fixture(scope="session")
+def server(folder):
+    assert "RANK" not in os.environ, "only the one process can have it"
+    yield threading.Lock()
+    (folder / "ended").touch()
+
+@pytest.fixture(scope="session", params=["a", "b"])
+def corpus(server, folder, request):
+    with (folder / "made").open("a") as file:
+        file.write(request.param)
+    return None if request.param == "b" else {"name": request.param, "folder": folder}
+
+@pytest.fixture
+def words(corpus, world):
+    return corpus and (corpus["name"], world.rank)
+
+@pytest.mark.ranks(2, shared=("corpus",))
+def test_it(words, world, request):
+    assert words == (("a", world.rank) if "[a]" in request.node.name else None)
+
+@pytest.mark.ranks(2, shared=("server",))
+def test_what_can_not_be_pickled(server, world): ...
+"""
+
+
+def test_fixtures_may_be_set_up_once_for_all_ranks(run: Run, pytester: pytest.Pytester) -> None:
+    result = run(_SHARED, "--basetemp", str(pytester.path / "temporary"))
+    result.assert_outcomes(passed=2, failed=1)
+    assert (pytester.path / "temporary" / "made").read_text() == "ab"
+    assert (pytester.path / "temporary" / "ended").exists()
+    result.stdout.fnmatch_lines(
+        ["*TypeError: the fixture 'server' is shared, and its value (lock) can't be pickled for the ranks: *"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        ("@pytest.mark.ranks(0)\ndef test_it(): ...", "*@pytest.mark.ranks(0): expected world sizes*"),
+        (
+            "@pytest.mark.ranks(2, shared=('corpus',))\ndef test_it(): ...",
+            "*names the fixture 'corpus', which the test does not use",
+        ),
+        (
+            "class TestIt(unittest.TestCase):\n    @pytest.mark.ranks(2)\n    def test_it(self): ...",
+            "*is for functions, and for methods of plain classes; this is a TestCaseFunction",
+        ),
+        (
+            "def test_it(world): ...",
+            "the fixture 'world' is there on ranks alone: mark the test with @pytest.mark.ranks(2)",
+        ),
+    ],
+)
+def test_what_can_not_be_is_said(run: Run, test: str, message: str) -> None:
+    result = run(f"import pytest, unittest\n{test}\n")
+    assert result.ret != 0
+    lines = result.outlines + result.errlines
+    assert any(fnmatch(line, message) for line in lines), "\n".join(lines)
+
+
+_OPTIONS = {
+    "conftest.py": """
+        import pytest
+
+        def pytest_addoption(parser):
+            parser.addoption("--model", default="small")
+
+        def pytest_collection_modifyitems(config, items):
+            if config.getoption("model") == "none":
+                items.clear()
+        """,
+    "test_options.py": """
+        import pytest
+
+        @pytest.mark.ranks(2)
+        def test_option(world, pytestconfig):
+            assert pytestconfig.getoption("model") == "large"
+            assert pytestconfig.getoption("keyword") == ""
+        """,
+}
+
+
+def test_the_ranks_have_the_options_that_pytest_was_given(run: Run, pytester: pytest.Pytester) -> None:
+    for name, text in _OPTIONS.items():
+        pytester.makefile("." + name.rpartition(".")[2], **{name.rpartition(".")[0]: text})
+    result = run("def test_nothing(): ...", "--model=large", "-k", "option", "--maxfail=1", "--durations=3")
+    result.assert_outcomes(passed=1, deselected=1)
+
+
+_XDIST = """
+import os
+import pytest
+import torch.distributed as dist
+
+@pytest.mark.parametrize("case", range(4))
+@pytest.mark.ranks(2)
+def test_it(world, case, tmp_path, worker_id):
+    assert worker_id == os.environ["PYTEST_XDIST_WORKER"]
+    dist.barrier()
+    assert case != 3, f"{world.rank} of {worker_id}"
+"""
+
+
+def test_workers_of_xdist_share_nothing(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytester.makepyfile(test_it=_XDIST)
+    pytester.makeconftest(
+        f"""
+        from lockstep.launch import channel
+        from tests import warm
+
+        warm.join({warm.server().path!r})
+        channel.start_zygote = warm.start_zygote
+        """
+    )
+    monkeypatch.setenv("PYTHONPATH", python_path(ROOT))
+    result = pytester.runpytest_subprocess("-n", "2", "--dist", "load", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=3, failed=1)
+    result.stdout.fnmatch_lines_random(
+        ["--- rank 0 of 2", "E       AssertionError: 0 of gw*", "--- rank 1 of 2", "FAILED * - rank * of 2: *"]
+    )
+
+
+_PROBE = """
+import sys
+import pytest
+
+code = pytest.main(["-q", "-p", "no:cacheprovider", "test_it.py"])
+loaded = sorted(name for name in sys.modules if name.partition(".")[0] in ("lockstep", "torch"))
+print(code.value, loaded)
+"""
+
+
+def test_who_has_no_such_test_loads_nothing_of_it(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("def test_it(): ...\n")
+    done = subprocess.run(
+        [sys.executable, "-c", _PROBE], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, check=True
+    )
+    loaded = ["lockstep", "lockstep.testing", "lockstep.testing.plugin", "lockstep.version"]
+    assert done.stdout.splitlines()[-1] == f"0 {loaded}"

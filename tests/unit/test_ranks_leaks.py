@@ -1,0 +1,57 @@
+"""Shared memory that a test leaves is told from what others have."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from multiprocessing import shared_memory
+
+from lockstep.testing import leaks
+
+_HOLDS = """
+import sys
+from multiprocessing import resource_tracker, shared_memory
+memory = shared_memory.SharedMemory(sys.argv[1])
+resource_tracker.unregister(memory._name, "shared_memory")
+print("holds it", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_is_left_is_found_and_removed() -> None:
+    before = leaks.shared_memory()
+    memory = shared_memory.SharedMemory(create=True, size=16)
+    memory.close()
+    assert memory.name not in before
+    left = leaks.left_since(before, is_ours=lambda _: True, patience=0.05)
+    assert memory.name in left
+    leaks.remove(frozenset([memory.name]))
+    assert memory.name not in leaks.shared_memory()
+
+
+def test_what_a_living_process_of_others_has_mapped_is_not_ours() -> None:
+    before = leaks.shared_memory()
+    memory = shared_memory.SharedMemory(create=True, size=16)
+    memory.close()
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", _HOLDS, memory.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as holder:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "holds it\n"
+            of_others = leaks.left_since(before, is_ours=lambda pid: pid != holder.pid, patience=0.05)
+            assert memory.name not in of_others
+            ours = leaks.left_since(before, is_ours=leaks.is_below_this_process, patience=0.05)
+            assert memory.name in ours
+            holder.communicate()
+    finally:
+        memory.unlink()
+
+
+def test_this_process_and_what_it_has_started_are_below_it() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        assert leaks.is_below_this_process(child.pid)
+        child.kill()
+    assert leaks.is_below_this_process(os.getpid())
+    assert not leaks.is_below_this_process(os.getppid())

@@ -169,6 +169,18 @@ def test_a_whole_stream_goes_on_by_its_state_on_any_number_of_ranks() -> None:
         assert [rank[3] for rank in after] == read, "nothing is read again"
 
 
+def _state_after_a_pass() -> int:
+    lockstep.init(timeout=60)
+    dataset = Counts()
+    assert len([*_loader(dataset)]) == 8
+    at: int = dataset.state_dict()["at"]
+    return at
+
+
+def test_who_only_looks_at_the_first_sample_leaves_the_state_as_it_was() -> None:
+    assert run_ranks(_state_after_a_pass, 3) == [30, 0, 0]
+
+
 def test_a_rank_with_another_ranks_state_counts_and_says_so() -> None:
     before = run_ranks(_resume, 2, Counts, True, 0, None, 4)
     first = before[0][1][0]

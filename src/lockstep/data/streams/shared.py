@@ -40,12 +40,12 @@ from lockstep.comm.parcels import Parcel, Unpackable, opened
 from lockstep.comm.together import class_name, class_named
 from lockstep.comm.world import World
 from lockstep.data.contents import fingerprint
-from lockstep.data.fetch import Collate, Fetched
+from lockstep.data.fetch import Collate, Fetched, copied
 from lockstep.data.inner import naming_dead_workers
 from lockstep.data.seeding import preserved_generators, without_drawing
 from lockstep.data.source import Shardable
 from lockstep.data.streams.dataset import StreamCut, StreamDataset
-from lockstep.data.streams.reading import StreamBatch, read_by_counting
+from lockstep.data.streams.reading import StreamBatch, has_state, read_by_counting
 from lockstep.errors import LockstepError
 from lockstep.trees import map_leaves
 
@@ -124,7 +124,8 @@ class FirstSample(StreamDataset):
             yield from islice(super().__iter__(), 1)
 
     def _batches(self, key: int, worker: int) -> Iterator[StreamBatch]:  # noqa: ARG002
-        return read_by_counting(self._samples(key), self.dataset)
+        # (Of a dataset with a state a copy, as it would be in another one afterwards.)
+        return read_by_counting(self._samples(key), copied(self.dataset) if has_state(self.dataset) else self.dataset)
 
 
 class _OneSample:

@@ -34,7 +34,7 @@ from lockstep.interactive.pool import RankPool
 from lockstep.job.messages import Channel
 from lockstep.launch import report
 from lockstep.launch.returned import NotReturned, Returned
-from lockstep.text import joined, which_ranks
+from lockstep.text import joined, sentence, which_ranks
 
 #: Seconds between two looks at what has been asked for meanwhile.
 _TURN = 0.05
@@ -267,10 +267,8 @@ class RunningCell:
     def _free(self, now: float) -> None:
         """Free the ranks that wait for one which is not in the cell any more: Note [Ranks that nobody will meet]."""
         if self._free_by is not None and now > self._free_by:
-            reason = next(iter(self._freed.values()))
-            self._give_up(
-                self._running, f"{reason}. {which_ranks(self._running)} can't be freed over this backend", now
-            )
+            begun = sentence(next(iter(self._freed.values())))
+            self._give_up(self._running, f"{begun} {which_ranks(self._running)} can't be freed over this backend", now)
         if not self._ended or self._freed:
             return
         self._tell_of_the_rest(now)

@@ -17,7 +17,7 @@ from lockstep.interactive.output import CellText, RankPipe
 from lockstep.job.messages import Channel
 from lockstep.job.page import Look
 from lockstep.launch.called import CalledRanks
-from lockstep.launch.parcel import Parcel
+from lockstep.launch.packed_call import PackedCall
 from lockstep.launch.returned import Returned
 from lockstep.text import which_ranks
 
@@ -65,8 +65,8 @@ class RankPool:
         self._pipes += [out, err]
         with theirs:
             output = out.writing, err.writing
-            with Parcel(preparation, serve, (theirs,), self._returned[-1], output=output) as parcel:
-                self._calls.fork(rank, parcel)
+            with PackedCall(preparation, serve, (theirs,), self._returned[-1], output=output) as packed:
+                self._calls.fork(rank, packed)
         for pipe in (out, err):
             pipe.hand_over()
         for source in (self.channels[rank], out, err):

@@ -14,7 +14,7 @@ from lockstep.launch import report
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
 from lockstep.launch.output import LogFolder
-from lockstep.launch.parcel import Parcel
+from lockstep.launch.packed_call import PackedCall
 from lockstep.launch.policy import failure_facts
 from lockstep.launch.ports import free_port
 from lockstep.launch.report import say
@@ -57,9 +57,9 @@ class CalledRanks:
         """The private folder of this start."""
         return self.launcher.attempt.folder
 
-    def fork(self, rank: int, parcel: Parcel) -> None:
-        """Start a rank, which calls the parcel's function."""
-        self.launcher.zygote.fork(self.launcher.attempt.fork(rank, parcel.job), parcel.descriptors())
+    def fork(self, rank: int, packed: PackedCall) -> None:
+        """Start a rank, which makes the packed call."""
+        self.launcher.zygote.fork(self.launcher.attempt.fork(rank, packed.job), packed.descriptors())
 
     def turn(self, *moments: float | None) -> set[object]:
         """Wait for the zygote to say something, or for the time to act, and act on it.

@@ -15,7 +15,7 @@ from lockstep import callsite
 from lockstep.errors import LaunchError, RankFailed
 from lockstep.launch import by_value
 from lockstep.launch.called import CalledRanks
-from lockstep.launch.parcel import Parcel
+from lockstep.launch.packed_call import PackedCall
 from lockstep.launch.policy import Policy
 from lockstep.launch.returned import NotReturned, Returned
 from lockstep.launch.spec import is_read_once
@@ -181,8 +181,8 @@ class SpawnContext:
         for rank in self._policy.states:
             self._returned.append(Returned())
             prepared, returned = {**preparation, "name": f"rank-{rank}"}, self._returned[-1]
-            with Parcel(prepared, fn, args, returned, by_value=self._by_value) as parcel:
-                self._ranks.fork(rank, parcel)
+            with PackedCall(prepared, fn, args, returned, by_value=self._by_value) as packed:
+                self._ranks.fork(rank, packed)
 
     def _raise(self) -> None:
         """Raise what the ranks have ended with, if it is an error."""

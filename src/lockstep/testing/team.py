@@ -27,7 +27,7 @@ from lockstep.launch.binding import Binding
 from lockstep.launch.channel import Answer, Broken, Cleared, Exited, Ready, Started, ZygoteHandle
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Attempt
-from lockstep.launch.parcel import Parcel
+from lockstep.launch.packed_call import PackedCall
 from lockstep.launch.ports import free_port
 from lockstep.launch.returned import NotReturned, Returned
 from lockstep.rendezvous.messages import Round
@@ -61,7 +61,7 @@ class RankCall:
     captured: bool = True
 
 
-class Stopped(enum.Enum):
+class EndedFor(enum.Enum):
     """Why ranks were ended from outside."""
 
     #: They had not ended at the call's limit.
@@ -89,7 +89,7 @@ class RankEnd:
     #: What it left of an exception that ended it.
     record: FailureRecord | None = None
     #: Why it was ended from outside; None: it ended by itself.
-    stopped: Stopped | None = None
+    stopped: EndedFor | None = None
     #: Where it was then, in words.
     where: str = ""
     out: str = ""
@@ -102,7 +102,7 @@ class TeamResult:
 
     ranks: tuple[RankEnd, ...]
     #: Why the call was ended from outside, and what the launcher's watch says of it.
-    stopped: Stopped | None
+    stopped: EndedFor | None
     finding: str
     #: The processes that have outlived the ranks, in words. They have been ended.
     left: tuple[str, ...]
@@ -179,10 +179,10 @@ class Team:
             for name, value in multiprocessing_spawn.get_preparation_data(f"rank-{rank}").items()
             if not name.startswith("init_main")  # pytest's own program is none of the ranks'
         } | {"dir": os.getcwd()}
-        with Parcel(preparation, call.function, call.args, returned, output=output) as parcel:
-            fork = attempt.fork(rank, parcel.job | {"brief": True})
+        with PackedCall(preparation, call.function, call.args, returned, output=output) as packed:
+            fork = attempt.fork(rank, packed.job | {"brief": True})
             env = changed | fork.env | dict(call.env)
-            self._zygote.fork(replace(fork, env=env), parcel.descriptors())
+            self._zygote.fork(replace(fork, env=env), packed.descriptors())
 
     def signal(self, ranks: Sequence[int], signum: int) -> None:
         """Have a signal sent to ranks of the call under way."""
@@ -245,7 +245,7 @@ class _CallUnderWay:
         self._forked = 0
         self._ended: dict[int, RankEnd] = {}
         self._where: dict[int, str] = {}
-        self._stopped: Stopped | None = None
+        self._stopped: EndedFor | None = None
         self._finding = ""
 
     def result(self) -> TeamResult:
@@ -291,7 +291,7 @@ class _CallUnderWay:
             sure = min(sure, now + knobs.late()) if self._can_not_end() else float("inf")
             if now >= min(limit, follow, sure):
                 failed = follow < float("inf")
-                self._stop(Stopped.LIMIT if now >= limit else Stopped.FAILURE if failed else Stopped.HANG)
+                self._stop(EndedFor.LIMIT if now >= limit else EndedFor.FAILURE if failed else EndedFor.HANG)
                 return
             if self._take(self._team.hear(min(limit, follow, sure, look, hangs.due))):
                 follow = min(follow, time.monotonic() + FOLLOWING)
@@ -331,7 +331,7 @@ class _CallUnderWay:
         )
         return ended.code != 0 or bool(problem) or self._call.is_failure(value)
 
-    def _stop(self, why: Stopped) -> None:
+    def _stop(self, why: EndedFor) -> None:
         """Find out where the ranks are that still run, and end them."""
         self._stopped, self._finding = why, self._attempt.hangs.finding
         ranks, folder = self._alive, self._attempt.folder

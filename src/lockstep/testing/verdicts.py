@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.launch.processes import name
 from lockstep.testing.on_rank import RankReport
-from lockstep.testing.team import FOLLOWING, RankEnd, Stopped, TeamResult
+from lockstep.testing.team import FOLLOWING, RankEnd, EndedFor, TeamResult
 from lockstep.text import listed, which_ranks
 
 #: Addresses of objects, which differ from rank to rank.
@@ -64,7 +64,7 @@ def judge(result: TeamResult, *, limit: float) -> RanksVerdict:
     by_themselves = [end for end in ranks if _has_failed(end) and end.stopped is None]
     causes = [end for end in by_themselves if not _is_echo(end)]
     expected = [report for report in reports.values() if report.kind == "expected"]
-    if result.stopped is Stopped.LIMIT or result.stopped is Stopped.HANG:
+    if result.stopped is EndedFor.LIMIT or result.stopped is EndedFor.HANG:
         return _failed([*by_themselves, *(end for end in ranks if end.stopped)], result, limit=limit)
     if causes or (by_themselves and not expected):
         rest = [end for end in ranks if (_has_failed(end) or end.stopped) and end not in causes]
@@ -102,10 +102,10 @@ def _failed(ends: Sequence[RankEnd], result: TeamResult, *, limit: float) -> Ran
         groups.setdefault(_sameness(end), []).append(end)
     alone = all(_is_echo(end) for end in ends)
     told = [_tell(group, count, alone=alone) for group in groups.values()]
-    if result.stopped is Stopped.LIMIT:
+    if result.stopped is EndedFor.LIMIT:
         text = f"the ranks had not ended after {limit:g} s, the test's limit"
         told.insert(0, Told(text, None, result.finding))
-    elif result.stopped is Stopped.HANG:
+    elif result.stopped is EndedFor.HANG:
         text = result.finding.splitlines()[0]
         told.insert(0, Told("the ranks could not end any more, and were ended", None, result.finding))
     else:
@@ -166,7 +166,7 @@ def _tell(group: Sequence[RankEnd], count: int, *, alone: bool) -> Told:
     """
     who, end = f"{which_ranks(end.rank for end in group)} of {count}", group[0]
     report = end.value if isinstance(end.value, RankReport) else None
-    if end.stopped is Stopped.FAILURE:
+    if end.stopped is EndedFor.FAILURE:
         return Told(f"{who} was still there {FOLLOWING:g} s after that, and was ended", None, end.where)
     if end.stopped is not None:
         return Told(f"{who} was ended", None, end.where)

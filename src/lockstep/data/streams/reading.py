@@ -199,7 +199,7 @@ class StatefulReading:
                 return dataset, stream, taken
             why = "led to other samples than came next before the interruption"
         self._warning = (
-            f"the saved state of {type(self._dataset).__name__} {why}. It is not used: the stream is read from the "
+            f"the saved state of {type(self._dataset).__name__} {why}, so it is not used: the stream is read from the "
             f"beginning of the epoch, and {mark.samples} samples are passed over"
         )
         return None

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lockstep.launch.rank import SentDescriptor
 
 
-class Parcel:
+class PackedCall:
     """The function and its arguments, pickled for one rank, with the descriptors that belong to them.
 
     It plays the part of multiprocessing's Popen while the arguments are pickled: tensors, queues and locks ask it to
@@ -56,7 +56,7 @@ class Parcel:
         # Not documented; multiprocessing's spawn hands its tracker on in the same way.
         self.tracker: int | None = resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]
 
-    def __enter__(self) -> Parcel:
+    def __enter__(self) -> PackedCall:
         return self
 
     def __exit__(self, *_: object) -> None:

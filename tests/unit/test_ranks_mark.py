@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.testing.marks import RankCase, RanksMark, seconds
 from lockstep.testing.on_rank import RankReport
-from lockstep.testing.team import RankEnd, Stopped, TeamResult
+from lockstep.testing.team import EndedFor, RankEnd, TeamResult
 from lockstep.testing.verdicts import RanksVerdict, TestFate, judge
 
 
@@ -62,7 +62,7 @@ def _end(rank: int, value: RankReport | None = None, *, code: int = 0, **more: A
 
 
 def _judge(
-    *ends: RankEnd, stopped: Stopped | None = None, finding: str = "", left: tuple[str, ...] = ()
+    *ends: RankEnd, stopped: EndedFor | None = None, finding: str = "", left: tuple[str, ...] = ()
 ) -> RanksVerdict:
     return judge(TeamResult(ends, stopped, finding, left), limit=60.0)
 
@@ -114,9 +114,9 @@ def test_a_rank_that_dies_is_told_by_its_exit_code_or_signal() -> None:
 
 def test_a_rank_that_stays_behind_a_failure_is_told_with_where_it_was() -> None:
     verdict = _judge(
-        _end(0, code=-9, stopped=Stopped.FAILURE, where="in time.sleep"),
+        _end(0, code=-9, stopped=EndedFor.FAILURE, where="in time.sleep"),
         _end(1, _failed("assert x")),
-        stopped=Stopped.FAILURE,
+        stopped=EndedFor.FAILURE,
     )
     assert _headings(verdict) == ["rank 1 of 2", "rank 0 of 2 was still there 5 s after that, and was ended"]
     assert verdict.told[1].text == "in time.sleep"
@@ -125,11 +125,11 @@ def test_a_rank_that_stays_behind_a_failure_is_told_with_where_it_was() -> None:
 @pytest.mark.parametrize(
     ("stopped", "heading", "reason"),
     [
-        (Stopped.HANG, "the ranks could not end any more, and were ended", "rank 1 has held up the others"),
-        (Stopped.LIMIT, "the ranks had not ended after 60 s, the test's limit", "the ranks had not ended after 60 s"),
+        (EndedFor.HANG, "the ranks could not end any more, and were ended", "rank 1 has held up the others"),
+        (EndedFor.LIMIT, "the ranks had not ended after 60 s, the test's limit", "the ranks had not ended after 60 s"),
     ],
 )
-def test_ranks_that_do_not_end_are_told_with_where_they_were(stopped: Stopped, heading: str, reason: str) -> None:
+def test_ranks_that_do_not_end_are_told_with_where_they_were(stopped: EndedFor, heading: str, reason: str) -> None:
     finding = "rank 1 has held up the others\n  for long"
     verdict = _judge(_end(0, code=-9, stopped=stopped, where="in barrier"), _end(1), stopped=stopped, finding=finding)
     assert _headings(verdict) == [heading, "rank 0 of 2 was ended"]

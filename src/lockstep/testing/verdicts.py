@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.launch.processes import name
 from lockstep.testing.on_rank import RankReport
-from lockstep.testing.team import FOLLOWING, RankEnd, EndedFor, TeamResult
+from lockstep.testing.team import FOLLOWING, EndedFor, RankEnd, TeamResult
 from lockstep.text import listed, which_ranks
 
 #: Addresses of objects, which differ from rank to rank.

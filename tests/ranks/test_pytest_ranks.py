@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import lockstep.testing.session  # noqa: F401  (as well)
 from lockstep import knobs
 from lockstep.launch import channel
 from tests import warm
-from tests.launching import LIMIT, gone_within, python_path
+from tests.launching import LIMIT, gone_within, python_path, wait_for
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parents[2]
@@ -100,6 +101,7 @@ def test_tests_run_on_their_ranks(run: Run) -> None:
 
 _FAILURES = """
 import os
+import signal
 import sys
 import warnings
 import pytest
@@ -130,6 +132,10 @@ def test_dies(world):
         os._exit(7)
     dist.barrier()
 
+@pytest.mark.ranks(1)
+def test_crashes(world):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
 @pytest.mark.ranks(2)
 def test_leaves(world):
     sys.exit("gone")
@@ -156,7 +162,7 @@ def test_warns(world):
 
 def test_failures_are_told_by_rank(run: Run) -> None:
     result = run(_FAILURES, "-vv")
-    result.assert_outcomes(failed=8, passed=1, warnings=2)
+    result.assert_outcomes(failed=9, passed=1, warnings=2)
     result.stdout.fnmatch_lines_random(
         [
             "--- ranks 0 and 1 of 3",
@@ -172,6 +178,10 @@ def test_failures_are_told_by_rank(run: Run) -> None:
             "--- rank 0 of 2, as a consequence",
             "*PeerLost: rank 0 waits in barrier * for rank 1, which ended*",
             "--- rank 1 of 2 ended with exit code 7 in the test",
+            "--- rank 0 of 1 was killed by signal 11 (SIGSEGV) in the test",
+            "*Captured stderr of rank 0 call*",
+            "Fatal Python error: Segmentation fault",
+            "*test_it.py*line * in test_crashes",
             "E       SystemExit: gone",
             "the test was not run to its end on this rank (pytest's exit code there is 2)*",
             "--- rank 1 of 2 skipped the test (only one), and the others did not",
@@ -408,8 +418,9 @@ def test_it(world, case, tmp_path, worker_id):
 """
 
 
-def test_workers_of_xdist_share_nothing(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytester.makepyfile(test_it=_XDIST)
+@pytest.fixture
+def elsewhere(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """Runs pytest in processes of its own, whose ranks are forked from this session's warm process."""
     pytester.makeconftest(
         f"""
         from lockstep.launch import channel
@@ -420,11 +431,63 @@ def test_workers_of_xdist_share_nothing(pytester: pytest.Pytester, monkeypatch: 
         """
     )
     monkeypatch.setenv("PYTHONPATH", python_path(ROOT))
+    return pytester
+
+
+def test_workers_of_xdist_share_nothing(elsewhere: pytest.Pytester) -> None:
+    pytester = elsewhere
+    pytester.makepyfile(test_it=_XDIST)
     result = pytester.runpytest_subprocess("-n", "2", "--dist", "load", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=3, failed=1)
     result.stdout.fnmatch_lines_random(
         ["--- rank 0 of 2", "E       AssertionError: 0 of gw*", "--- rank 1 of 2", "FAILED * - rank * of 2: *"]
     )
+
+
+_ENDLESS = """
+import os
+import signal
+import pytest
+
+@pytest.mark.ranks(2)
+def test_it(world, tmp_path):
+    (tmp_path / f"begun-{os.getpid()}").touch()
+    while True:
+        signal.pause()
+"""
+
+
+def test_an_interrupt_ends_the_ranks(elsewhere: pytest.Pytester) -> None:
+    elsewhere.makepyfile(test_it=_ENDLESS)
+    command = [sys.executable, "-m", "pytest", "--basetemp", "temporary"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd=elsewhere.path) as process:
+        try:
+            wait_for(lambda: len([*elsewhere.path.rglob("begun-*")]) == 2, "both ranks have begun")
+            ranks = [int(path.name.partition("-")[2]) for path in elsewhere.path.rglob("begun-*")]
+            process.send_signal(signal.SIGINT)
+            out, _ = process.communicate(timeout=LIMIT)
+        finally:
+            process.kill()
+    assert b"KeyboardInterrupt" in out
+    assert process.returncode == pytest.ExitCode.INTERRUPTED
+    assert not gone_within(ranks, 1.0)
+
+
+_SAYS = """
+import pytest
+
+@pytest.mark.ranks(2)
+def test_it(world):
+    print("hello from", world.rank)
+"""
+
+
+def test_what_ranks_print_is_not_kept_where_pytest_captures_nothing(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(_SAYS, "-s").assert_outcomes(passed=1)
+    printed = capfd.readouterr().out.splitlines()
+    assert {"hello from 0", "hello from 1"} <= set(printed)
 
 
 _PROBE = """

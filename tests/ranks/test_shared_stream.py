@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 import lockstep
 from lockstep import knobs
 from lockstep.comm import local_ranks
-from lockstep.data import shared_stream
+from lockstep.data.streams import shared as shared_stream
 from lockstep.job import trace
 from tests.backends import EACH_BACKEND, OVER_ALL, OVER_BOTH
 from tests.harness import collect_outcomes, run_ranks

@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
 from torch.utils.data import default_collate
 
 from lockstep.data.contents import fingerprint
-from lockstep.data.fetch import Fetched, naming_dead_workers, nothing_of
+from lockstep.data.fetch import Fetched, nothing_of
+from lockstep.data.inner import naming_dead_workers
 from lockstep.errors import PeerLost
 from lockstep.trees import leaves, map_leaves, to_device
 

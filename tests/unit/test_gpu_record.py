@@ -72,6 +72,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(module: str, tmp_path: Path
 
 
 @pytest.mark.gpu(2)
+@pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_all_of_it_on_gpus(gpus: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import tests  # and with them simulated GPUs, where there are some\n")

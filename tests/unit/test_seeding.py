@@ -50,29 +50,6 @@ def test_generators_are_put_back_even_after_an_error() -> None:
         assert _draw() == undisturbed
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [lambda: torch.rand(()), lambda: random.random(), lambda: np.random.rand(), lambda: np.random.standard_normal()],
-    ids=["torch", "Python", "NumPy", "NumPy, a second number that is kept"],
-)
-def test_what_is_drawn_for_an_item_is_noticed_and_for_the_end(draw: Callable[[], object]) -> None:
-    def items() -> Iterator[str]:
-        yield "drawn for nobody"
-        draw()
-        yield "drawn"
-        yield "not drawn"
-        draw()
-
-    with preserved_generators():
-        seed_generators(3)
-        np.random.standard_normal()  # of each second one NumPy has the next in hand
-        found = []
-        for item, has_drawn in without_drawing(items()):
-            found.append((item, has_drawn))
-            random.random()  # by whoever takes the items
-    assert found == [("drawn for nobody", False), ("drawn", True), ("not drawn", False), (None, True)]
-
-
 #: What a sample of a data set draws from, in an order that shows a generator that was seeded for another one.
 _DRAWS: dict[str, Callable[[], object]] = {
     "torch": lambda: torch.rand(()).item(),
@@ -198,6 +175,29 @@ def test_the_workers_of_all_epochs_know_what_one_has_seen() -> None:
     with preserved_generators():
         seeds.fetch(5, [1, 2], partial(_one, dataset, range(1, 3)), partial(_several, dataset, range(1, 3)))
     assert dataset.asked == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: torch.rand(()), lambda: random.random(), lambda: np.random.rand(), lambda: np.random.standard_normal()],
+    ids=["torch", "Python", "NumPy", "NumPy, a second number that is kept"],
+)
+def test_what_is_drawn_for_an_item_is_noticed_and_for_the_end(draw: Callable[[], object]) -> None:
+    def items() -> Iterator[str]:
+        yield "drawn for nobody"
+        draw()
+        yield "drawn"
+        yield "not drawn"
+        draw()
+
+    with preserved_generators():
+        seed_generators(3)
+        np.random.standard_normal()  # of each second one NumPy has the next in hand
+        found = []
+        for item, has_drawn in without_drawing(items()):
+            found.append((item, has_drawn))
+            random.random()  # by whoever takes the items
+    assert found == [("drawn for nobody", False), ("drawn", True), ("not drawn", False), (None, True)]
 
 
 # --- reading and setting the generators -------------------------------------------------------------------------------

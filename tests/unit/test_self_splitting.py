@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.utils.data import IterableDataset
 
-from lockstep.data.self_splitting import read_stream_option, split_of
+from lockstep.data.streams.self_splitting import read_stream_option, split_of
 
 
 class Stream(IterableDataset[int]):

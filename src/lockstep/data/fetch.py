@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import copy
-import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import count
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import (
-    DataLoader,
     Dataset,
-    IterableDataset,
     Sampler,
     TensorDataset,
     default_collate,
     get_worker_info,
 )
 
-from lockstep import accelerator, knobs
 from lockstep.comm.parcels import Parcel
-from lockstep.comm.world import World
 from lockstep.data.batches import GlobalBatch
 from lockstep.data.costs import Division
 from lockstep.data.mixing import mix
 from lockstep.data.order import EpochOrder
-from lockstep.data.reading import Samples, StatefulReading, StreamBatch, StreamMark, has_state, read_by_counting
 from lockstep.data.seeding import SampleSeeds, preserved_generators, seed_generators
 from lockstep.data.slicing import Slicing
-from lockstep.data.source import Shardable
-from lockstep.errors import PeerLost
-from lockstep.job import stop
+from lockstep.data.streams.reading import StreamMark
 from lockstep.job.trace import BatchTimes
 from lockstep.job.workers import AtWork
 from lockstep.trees import parts_of, rebuilt
@@ -43,9 +34,7 @@ from lockstep.trees import parts_of, rebuilt
 Collate = Callable[[list[Any]], Any]
 
 # Keys for mix() within one epoch, distinct from the positions of samples (0 and up).
-_COLLATE = 2**62
-
-_loaders = count()
+COLLATE = 2**62
 
 
 class SliceKey(NamedTuple):
@@ -173,11 +162,11 @@ class FetchingDataset(Dataset[Fetched]):
             return [*map(itemgetter(rows), self.dataset.tensors)]
         # In slices a collate_fn that draws (mixup) is seeded whatever the user says: their bits depend on it.
         seeds_collate = self._collate is not default_collate and (self._seeds is not None or sliced)
-        with _own_generators(self._seeds is not None or seeds_collate):
+        with own_generators(self._seeds is not None or seeds_collate):
             return self._fetch(key, seeds_collate=seeds_collate)
 
     def _fetch(self, key: SliceKey, *, seeds_collate: bool) -> Any:
-        seed = mix(key.epoch_key, key.position, _COLLATE) if seeds_collate else None
+        seed = mix(key.epoch_key, key.position, COLLATE) if seeds_collate else None
         if self.at_work is not None:
             self.at_work.note(key.indices[0])
         indices = key.indices
@@ -208,117 +197,6 @@ class FetchingDataset(Dataset[Fetched]):
         return self.dataset[index]
 
 
-class StreamCut(Protocol):
-    """What a rank makes of the samples that it reads of a stream; see Note [Streams] in ``streams.py``."""
-
-    @property
-    def samples(self) -> int:
-        """The number of samples that are read for a batch."""
-        ...
-
-    def key_at(self, key: int, position: int) -> int:
-        """Return what the random numbers at a position are seeded from, besides the position.
-
-        Args:
-            key: that of the epoch and the worker, the same on all ranks.
-            position: that of a sample among those that are read here.
-        """
-        ...
-
-    def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:
-        """Return what this rank has of a batch, collated, and how to go on after it.
-
-        Args:
-            read: what was read for it.
-            collate: the DataLoader's.
-            seed: what ``collate`` draws from; None: it is not seeded.
-        """
-        ...
-
-    def after_last(self, sample: Any, collate: Collate) -> Fetched | None:
-        """Return what follows the last batch, if anything does.
-
-        Args:
-            sample: one of those that were read.
-            collate: the DataLoader's.
-        """
-        ...
-
-
-class StreamDataset(IterableDataset[Fetched]):
-    """What this rank has of a stream of samples; see Note [Streams] in ``streams.py``."""
-
-    def __init__(
-        self, dataset: Iterable[Any], collate: Collate, *, cut: StreamCut, drop_last: bool, seeded: bool
-    ) -> None:
-        self.dataset = dataset
-        self._collate, self._cut = collate, cut
-        self._drop_last = drop_last
-        self._seeded = seeded
-        #: mix(seed, epoch) and the number of the pass, int64 of shape (2,), shared with the workers: persistent workers
-        #: learn of a new pass only from it.
-        self._pass = torch.zeros(2, dtype=torch.int64).share_memory_()
-        #: Where each worker goes on, and in which pass.
-        self._marks: Mapping[int, StreamMark] = {}
-        self._marks_are_of = 0
-        #: Told which sample is read; set in the workers of a job that lockstep started.
-        self.at_work: AtWork | None = None
-
-    def begin(self, epoch_key: int, marks: Mapping[int, StreamMark]) -> None:
-        """Choose the epoch of the next pass; called in the main process before the pass begins.
-
-        Args:
-            epoch_key: mix(seed, epoch).
-            marks: by worker, where it goes on.
-        """
-        self._marks_are_of += 1
-        self._marks = marks
-        self._pass[0], self._pass[1] = epoch_key >> 1, self._marks_are_of  # 63 bits fit an int64
-
-    def __iter__(self) -> Iterator[Fetched]:
-        worker, cut = get_worker_info(), self._cut
-        number = worker.id if worker else 0
-        key = mix(int(self._pass[0]), number)
-        batches, drawn = self._batches(key, number), None
-        kept: list[Any] = []
-        while True:
-            with _own_generators(self._seeded):
-                read = next(batches, None)
-                if read is None or (read.samples and self._drop_last and len(read.samples) < cut.samples):
-                    break
-                kept = kept or [*map(copied, read.samples[:1])]  # (before it is collated)
-                if self._seeded:
-                    drawn = mix(cut.key_at(key, read.position), read.position, _COLLATE)
-                item = cut.batch(read, self._collate, seed=drawn)
-            yield item
-        if kept and not self._drop_last:
-            with _own_generators(self._seeded):
-                end = cut.after_last(kept[0], self._collate)
-            if end is not None:
-                yield end
-
-    def with_cut(self, cut: StreamCut) -> StreamDataset:
-        """Return the same stream, of which something else is made; :meth:`begin` is called on this one for both."""
-        other = copy.copy(self)
-        other._cut = cut
-        return other
-
-    def go_on_as(self, begun: StreamDataset) -> None:
-        """Go on in the next pass where that one does, of which this is the same stream."""
-        self._marks, self._marks_are_of = begun._marks, begun._marks_are_of
-
-    def _samples(self, key: int) -> Samples:
-        return Samples(self._cut, key=key, seeded=self._seeded, at_work=self.at_work)
-
-    def _batches(self, key: int, worker: int) -> Iterator[StreamBatch]:
-        samples = self._samples(key)
-        if not has_state(self.dataset):
-            return read_by_counting(samples, self.dataset)
-        # (A worker that persists has the marks of the pass for which it was started.)
-        mark = self._marks.get(worker) if int(self._pass[1]) == self._marks_are_of else None
-        return StatefulReading(samples, self.dataset, worker=worker, mark=mark).batches()
-
-
 class TimedDataset(FetchingDataset):
     """A :class:`FetchingDataset` for a traced job: a worker records the times at which it makes each batch."""
 
@@ -331,59 +209,6 @@ class TimedDataset(FetchingDataset):
         fetched = super().__getitem__(key)
         self.times.add(begun, key.position, fetched.samples)
         return fetched
-
-
-class TimedStream(StreamDataset):
-    """A :class:`StreamDataset` for a traced job; see :class:`TimedDataset`."""
-
-    times: BatchTimes | None = None
-
-    def __iter__(self) -> Iterator[Fetched]:
-        slices, position = super().__iter__(), 0
-        while True:
-            begun = time.monotonic_ns()
-            try:
-                fetched = next(slices)
-            except StopIteration:
-                return
-            if self.times is not None and fetched.global_samples:
-                self.times.add(begun, position, fetched.samples)
-            position += fetched.global_samples
-            yield fetched
-
-
-class WorkerStart:
-    """A worker_init_fn: the user's own, called with the user's own dataset in ``get_worker_info()``.
-
-    A Ctrl-C at the terminal reaches workers too, and they ignore it: their rank decides how to handle it, and may need
-    more batches to finish a step.
-    """
-
-    def __init__(self, then: Callable[[int], None] | None, *, rank: int) -> None:
-        self._then = then
-        self._rank = rank
-        #: The loader's number in this process, which distinguishes its workers from those of other loaders.
-        self._loader = next(_loaders)
-
-    def __call__(self, worker_id: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        info = get_worker_info()
-        if info is not None and isinstance(info.dataset, (FetchingDataset, StreamDataset)):
-            folder = knobs.job_dir()
-            if folder is not None:
-                name = f"{self._loader}-{worker_id}"
-                info.dataset.at_work = AtWork(folder, rank=self._rank, name=name)
-                if isinstance(info.dataset, (TimedDataset, TimedStream)):
-                    info.dataset.times = BatchTimes(folder, rank=self._rank, name=name)
-            # torch's documentation tells users to split a stream through worker_info.dataset, which is a frozen record.
-            object.__setattr__(info, "dataset", info.dataset.dataset)
-        if self._then is not None:
-            self._then(worker_id)
-
-
-def as_is(fetched: Fetched) -> Fetched:
-    """Return ``fetched`` itself: the collate_fn of the inner DataLoader, whose slices are collated already."""
-    return fetched
 
 
 def collated(samples: list[Any], collate: Collate, *, empty: bool, seed: int | None) -> Any:
@@ -408,7 +233,7 @@ def copied(sample: Any) -> Any:
         return sample
 
 
-def _own_generators(seeded: bool) -> AbstractContextManager[None]:
+def own_generators(seeded: bool) -> AbstractContextManager[None]:
     """Return a context that preserves the main process's generators; a worker's serve nothing else."""
     return preserved_generators() if seeded and get_worker_info() is None else nullcontext()
 
@@ -532,82 +357,3 @@ def _slice_key(
         indices = batch.indices[torch.tensor(places, dtype=torch.int64)].tolist()
         positions = [batch.position + place for place in places]
     return SliceKey(indices, positions, samples, len(batch.indices), epoch_key, sizes)
-
-
-class _InnerLoader(DataLoader[Fetched]):
-    """A loader whose workers leave the handling of Ctrl-C, or of the terminal's end, to their rank."""
-
-    def __iter__(self) -> Any:
-        with stop.spared():
-            return super().__iter__()
-
-
-def inner_loader(
-    source: Shardable,
-    world: World,
-    keys: Keys,
-    generator: torch.Generator,
-    *,
-    pinned: bool,
-    seeded: bool,
-    cut: StreamCut | None,
-) -> DataLoader[Fetched]:
-    """Return a DataLoader over the same dataset, with the same settings, whose items are this rank's of each batch.
-
-    Args:
-        source: the settings.
-        world: the ranks.
-        keys: tells which samples to fetch, unless the dataset is a stream.
-        generator: for the workers' base seed.
-        pinned: whether batches go to page-locked memory.
-        seeded: whether samples are.
-        cut: what becomes of the samples of a stream; None: the dataset is none.
-    """
-    given, traced = source.loader, knobs.trace() is not None
-    dataset: FetchingDataset | StreamDataset
-    if cut is not None:
-        dataset = (TimedStream if traced else StreamDataset)(
-            given.dataset,  # type: ignore[arg-type]  # an IterableDataset, or there would be no cut
-            given.collate_fn,
-            cut=cut,
-            drop_last=source.drop_last,
-            seeded=seeded,
-        )
-    else:
-        dataset = (TimedDataset if traced else FetchingDataset)(
-            given.dataset, given.collate_fn, seeded=seeded, tells_indices=not source.is_cut_by_number
-        )
-    workers = given.num_workers
-    if not source.is_read_whole:  # (where each rank reads all of a stream, it needs the workers of one process)
-        workers = max(1, workers // world.local_world_size) if workers else 0
-    return _InnerLoader(
-        dataset,
-        batch_size=None,
-        sampler=None if isinstance(dataset, IterableDataset) else keys,
-        num_workers=workers,
-        collate_fn=as_is,  # type: ignore[arg-type]  # without a batch size it gets one item
-        # Without an accelerator pinning is pointless, and torch would warn at each pass.
-        pin_memory=pinned or (given.pin_memory and accelerator.kind() is not None),
-        timeout=given.timeout,
-        worker_init_fn=WorkerStart(given.worker_init_fn, rank=world.rank),
-        multiprocessing_context=given.multiprocessing_context,
-        generator=generator,
-        prefetch_factor=given.prefetch_factor,
-        persistent_workers=given.persistent_workers,
-    )
-
-
-def naming_dead_workers(slices: Iterable[Fetched]) -> Iterator[Fetched]:
-    """Yield ``slices`` as they come.
-
-    The death of a worker that hands over a batch first appears as a lost connection. A moment later torch's handler
-    for SIGCHLD raises an error that says which worker it was and what killed it.
-    """
-    try:
-        yield from slices
-    except PeerLost:  # another rank
-        raise
-    except (ConnectionError, EOFError):
-        for _ in range(200):  # two seconds: on a busy machine the kernel is slow to end a process
-            time.sleep(0.01)  # the handler raises in here
-        raise

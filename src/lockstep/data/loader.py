@@ -31,24 +31,23 @@ from lockstep.data.fetch import (
     FetchingDataset,
     Keys,
     Pass,
-    inner_loader,
-    naming_dead_workers,
     share_keys,
     size_unlike,
     step_key,
     step_keys,
 )
+from lockstep.data.inner import inner_loader, naming_dead_workers
 from lockstep.data.last_pass import LastPass
-from lockstep.data.marks import read_marks
 from lockstep.data.mixing import mix
 from lockstep.data.order import batch_count, share_bounds
 from lockstep.data.seeding import preserved_generators
-from lockstep.data.shared_stream import shared
 from lockstep.data.slicing import SliceOptions, Slices, sizes_in
 from lockstep.data.source import REMEDIES, Shardable, read_source
 from lockstep.data.steps import Batches, Step, StepKey, Steps
-from lockstep.data.stream_cuts import stream_cut
-from lockstep.data.streams import StreamEpochs
+from lockstep.data.streams.cuts import stream_cut
+from lockstep.data.streams.marks import read_marks
+from lockstep.data.streams.passes import StreamEpochs
+from lockstep.data.streams.shared import shared
 from lockstep.errors import LockstepError
 from lockstep.job import flight, notes
 from lockstep.job.page import Phase
@@ -86,7 +85,7 @@ def shard(
 
     The DataLoader itself is left as it was. Its workers are divided among the ranks of a machine (rounded down, at
     least one each if there were any). An iterable dataset that splits itself is divided so, too; any other is read once
-    a machine, by all of them: see Note [Streams] in ``data/streams.py``.
+    a machine, by all of them: see Note [Streams] in ``data/streams/passes.py``.
 
     Samplers: ``shuffle=True`` and no shuffling are ordered by lockstep. With any other sampler rank 0 draws the order
     at the beginning of each epoch, with its generator seeded from (seed, epoch), and all ranks get that order;
@@ -122,11 +121,12 @@ def shard(
             dataset, in any unit; a function from an index to it, which is asked on rank 0; or ``"sampler"``: each batch
             of the batch sampler is then a pair of its indices and their costs. With ``shares`` the costs are in their
             proportion; with ``slices`` each slice costs the same, on any number of ranks.
-        stream: how the ranks read an iterable dataset. ``"whole"``: each reads all of it and keeps its share of every
-            global batch. ``"parts"``: the dataset gives each rank a part of its own, of which a rank takes as many
-            samples as its share of a batch has; parts may be unequal: Note [Parts of a stream] in ``data/parts.py``.
-            None: as the dataset says, which those of webdataset, Hugging Face, MosaicML Streaming and LitData do; one
-            that says nothing is read whole. The ranks compare their first batches in either case.
+        stream: how an iterable dataset is read. ``"whole"``: all of it, once a machine, and each rank gets its share of
+            every global batch. ``"parts"``: the dataset gives each rank a part of its own, of which a rank takes as
+            many samples as its share of a batch has; parts may be unequal: Note [Parts of a stream] in
+            ``data/streams/parts.py``. None: as the dataset says, which those of webdataset, Hugging Face, MosaicML
+            Streaming, LanceDB and LitData do; one that says nothing is read whole. The ranks compare their first
+            batches in either case.
 
     Raises:
         LockstepError: ``lockstep.init()`` has not been called.
@@ -404,7 +404,7 @@ class ShardedLoader:
         """Return the loop's position, in JSON types; the same on every rank, and valid for any world size.
 
         Inside an epoch of a stream that splits itself by rank it is valid for as many ranks only, and if the dataset
-        has a ``state_dict``, each rank's holds its own: Note [States of streams] in ``data/reading.py``.
+        has a ``state_dict``, each rank's holds its own: Note [States of streams] in ``data/streams/reading.py``.
 
         The batch in hand counts as done, batches fetched ahead do not. Between passes the position is the beginning of
         the next epoch.

@@ -19,8 +19,8 @@ from lockstep.data.contents import contents_of
 from lockstep.data.costs import SampleCosts, read_costs
 from lockstep.data.order import read_shares, share_bounds
 from lockstep.data.seeding import parts_of_sampler
-from lockstep.data.self_splitting import read_stream_option
 from lockstep.data.split import Split
+from lockstep.data.streams.self_splitting import read_stream_option
 
 #: Fact that differs between ranks -> the remedy; "" for all facts about the dataset's contents.
 REMEDIES = {
@@ -58,7 +58,7 @@ class Shardable:
     split_by: str | None = None
 
     def with_stream(self, said: object, *, rank: int, world_size: int) -> Shardable:
-        """Return the same with how the ranks read its stream: see Note [Parts of a stream] in ``parts.py``.
+        """Return the same with how the ranks read its stream: see Note [Parts of a stream] in ``streams/parts.py``.
 
         Args:
             said: the user's argument.
@@ -111,7 +111,7 @@ class Shardable:
 
     @property
     def is_read_whole(self) -> bool:
-        """True if every rank reads all samples of a stream."""
+        """True for a stream that has all samples on every rank."""
         return self.order == "stream" and self.split_by is None
 
     @property
@@ -133,7 +133,7 @@ class Shardable:
             "num_workers": self.loader.num_workers if self.order == "stream" else None,
             "who splits the stream": self.split_by,
         }
-        # For a stream, the first global batch is compared instead; see Note [Streams] in streams.py.
+        # For a stream, the first global batch is compared instead; see Note [Streams] in streams/passes.py.
         return settings | (contents_of(self.loader.dataset) if contents and self.order != "stream" else {})
 
 

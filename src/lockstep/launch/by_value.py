@@ -10,7 +10,6 @@ import pickle
 from collections import ChainMap
 from collections.abc import Callable
 from importlib.util import find_spec
-from multiprocessing import reduction
 from typing import IO, Any
 
 
@@ -32,6 +31,8 @@ def pickler(file: IO[bytes], *, first: Callable[[object], Any] | None = None, sh
 
     table = cloudpickle.Pickler.dispatch_table
     if shares:
+        from multiprocessing import reduction
+
         table = ChainMap({}, reduction.ForkingPickler(file).dispatch_table, table)
 
     class ByValue(cloudpickle.Pickler):  # type: ignore[misc]

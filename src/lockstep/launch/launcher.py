@@ -1,6 +1,6 @@
 """The launcher: starts the ranks of one machine, watches them, and says which of them holds up the others.
 
-It never imports torch. A command (run.py) and a program (spawn.py) each hold a :class:`Launcher`, and add what only
+It never imports torch. A command (run.py) and a program (called.py) each hold a :class:`Launcher`, and add what only
 they need.
 """
 

@@ -1,12 +1,13 @@
 """pytest's plugin: the mark ``ranks`` and the fixture ``world``.
 
-It is loaded wherever lockstep is installed, so it loads nothing else of lockstep before there is a test with the mark.
+It is loaded wherever lockstep is installed, so it loads nothing else of lockstep before there is a test with the mark,
+and is written so that a pytest older than the extra asks for can load it as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 _MARK = "ranks"
 #: The parameter that tells a test's runs apart where its mark asks for several.
 _CASE = "ranks_case"
-_SESSION = pytest.StashKey["RanksSession"]()
+#: The name under which what this process prepares and reports is registered with pytest.
+_SESSION = "lockstep-ranks"
 
 
 @pytest.fixture
@@ -79,25 +81,22 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, None]:
     """Report a failure by rank."""
-    report = yield
+    report = (yield).get_result()
     if not report.failed or call.excinfo is None or _is_rank(item.config):
-        return report
+        return
     if item.get_closest_marker(_MARK) is not None:
         from lockstep.testing.session import RanksFailed
 
         if isinstance(call.excinfo.value, RanksFailed):
             report.longrepr = call.excinfo.value.longrepr(item)
-    return report
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the process that forks the ranks."""
-    session = config.stash.get(_SESSION, None)
+    session = config.pluginmanager.get_plugin(_SESSION)
     if session is not None:
         session.close()
 
@@ -107,11 +106,13 @@ def _is_rank(config: pytest.Config) -> bool:
 
 
 def _session(config: pytest.Config) -> RanksSession:
-    if _SESSION not in config.stash:
+    session: RanksSession | None = config.pluginmanager.get_plugin(_SESSION)
+    if session is None:
         from lockstep.testing.session import RanksSession
 
-        config.stash[_SESSION] = RanksSession(config)
-    return config.stash[_SESSION]
+        session = RanksSession(config)
+        config.pluginmanager.register(session, _SESSION)
+    return session
 
 
 def _read(node: pytest.Item, mark: pytest.Mark) -> RanksMark:

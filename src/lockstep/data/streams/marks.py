@@ -9,7 +9,7 @@ from typing import Any
 from lockstep import callsite
 from lockstep.comm.world import World
 from lockstep.data.fetch import Fetched
-from lockstep.data.reading import StreamMark
+from lockstep.data.streams.reading import StreamMark
 from lockstep.errors import CheckpointMismatch
 
 

@@ -1,7 +1,7 @@
 """Which streams split themselves by rank: told by what they say, or by the user, and never by a guess.
 
 A stream that says nothing is taken for one that every rank reads whole. If it is not, or if one that says it is split
-is not, the ranks find out when they compare their first batches: see Note [Streams] in ``streams.py``.
+is not, the ranks find out when they compare their first batches: see Note [Streams] in ``passes.py``.
 """
 
 from __future__ import annotations

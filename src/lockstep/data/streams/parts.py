@@ -44,9 +44,9 @@ from lockstep.comm.together import together
 from lockstep.comm.waiting import wait_for
 from lockstep.comm.world import World
 from lockstep.data.fetch import PASSED_OVER, Fetched
-from lockstep.data.marks import StreamMarks
 from lockstep.data.order import share_bounds
 from lockstep.data.source import Shardable
+from lockstep.data.streams.marks import StreamMarks
 from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.text import which_ranks
 from lockstep.trees import leaves

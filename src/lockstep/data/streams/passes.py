@@ -2,11 +2,12 @@
 
 Note [Streams]
 ~~~~~~~~~~~~~~
-An iterable dataset can't be indexed. Where it says nothing else, every rank reads the whole stream and keeps its
-contiguous share of each global batch: exact, at the price of reading everything on each rank (only the share is
-collated and sent on). With worker processes torch gives each worker a copy of the dataset, which the dataset splits by
-``get_worker_info()``; the number of workers then decides which samples share a batch. So it is not divided among the
-ranks: W workers on each rank take the same batches as W workers in one process.
+An iterable dataset can't be indexed. Where it says nothing else, all of it is read, and each rank gets its contiguous
+share of each global batch. One rank of each machine reads, and hands the others their shares (Note [Read once a
+machine] in ``shared.py``); where it can't, every rank reads the whole stream and keeps its share: exact as well, at the
+price of reading everything on each rank. With worker processes torch gives each worker a copy of the dataset, which the
+dataset splits by ``get_worker_info()``; the number of workers then decides which samples share a batch. So it is not
+divided among the ranks: W workers of the rank that reads take the same batches as W workers in one process.
 
 A stream that splits itself by rank would be split twice, silently. It is read in parts instead: Note [Parts of a
 stream] in ``parts.py``. That it does is known from itself or from the user (``self_splitting.py``), and in either
@@ -25,11 +26,12 @@ from torch.utils.data import DataLoader
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.world import World
 from lockstep.data.cursor import Cursor, LoaderState
-from lockstep.data.fetch import PASSED_OVER, Fetched, Pass, StreamDataset
-from lockstep.data.marks import StreamMarks, read_marks
+from lockstep.data.fetch import PASSED_OVER, Fetched, Pass
 from lockstep.data.mixing import mix
-from lockstep.data.parts import PartPass
 from lockstep.data.source import Shardable
+from lockstep.data.streams.dataset import StreamDataset
+from lockstep.data.streams.marks import StreamMarks, read_marks
+from lockstep.data.streams.parts import PartPass
 from lockstep.errors import LockstepError
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.data.contents import fingerprint
-from lockstep.data.fetch import PASSED_OVER, Collate, Fetched, StreamCut, collated
+from lockstep.data.fetch import PASSED_OVER, Collate, Fetched, collated
 from lockstep.data.mixing import mix
 from lockstep.data.order import share_bounds
-from lockstep.data.reading import StreamBatch
 from lockstep.data.slicing import Slicing, sizes_in
 from lockstep.data.source import Shardable
+from lockstep.data.streams.dataset import StreamCut
+from lockstep.data.streams.reading import StreamBatch
 
 #: The key that makes mix() give the samples of ranks that read parts other seeds.
 _PART = 2**62 + 3

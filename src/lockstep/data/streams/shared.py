@@ -40,10 +40,12 @@ from lockstep.comm.parcels import Parcel, Unpackable, opened
 from lockstep.comm.together import class_name, class_named
 from lockstep.comm.world import World
 from lockstep.data.contents import fingerprint
-from lockstep.data.fetch import Collate, Fetched, StreamCut, StreamDataset, copied, naming_dead_workers
-from lockstep.data.reading import StreamBatch, has_state, read_by_counting
+from lockstep.data.fetch import Collate, Fetched, copied
+from lockstep.data.inner import naming_dead_workers
 from lockstep.data.seeding import preserved_generators, without_drawing
 from lockstep.data.source import Shardable
+from lockstep.data.streams.dataset import StreamCut, StreamDataset
+from lockstep.data.streams.reading import StreamBatch, has_state, read_by_counting
 from lockstep.errors import LockstepError
 from lockstep.trees import map_leaves
 

@@ -1,0 +1,141 @@
+"""The DataLoader within a sharded one: it fetches for this rank, with the settings of the user's."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    get_worker_info,
+)
+
+from lockstep import accelerator, knobs
+from lockstep.comm.world import World
+from lockstep.data.fetch import Fetched, FetchingDataset, Keys, TimedDataset
+from lockstep.data.source import Shardable
+from lockstep.data.streams.dataset import StreamCut, StreamDataset, TimedStream
+from lockstep.errors import PeerLost
+from lockstep.job import stop
+from lockstep.job.trace import BatchTimes
+from lockstep.job.workers import AtWork
+
+_loaders = count()
+
+
+class WorkerStart:
+    """A worker_init_fn: the user's own, called with the user's own dataset in ``get_worker_info()``.
+
+    A Ctrl-C at the terminal reaches workers too, and they ignore it: their rank decides how to handle it, and may need
+    more batches to finish a step.
+    """
+
+    def __init__(self, then: Callable[[int], None] | None, *, rank: int) -> None:
+        self._then = then
+        self._rank = rank
+        #: The loader's number in this process, which distinguishes its workers from those of other loaders.
+        self._loader = next(_loaders)
+
+    def __call__(self, worker_id: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, (FetchingDataset, StreamDataset)):
+            folder = knobs.job_dir()
+            if folder is not None:
+                name = f"{self._loader}-{worker_id}"
+                info.dataset.at_work = AtWork(folder, rank=self._rank, name=name)
+                if isinstance(info.dataset, (TimedDataset, TimedStream)):
+                    info.dataset.times = BatchTimes(folder, rank=self._rank, name=name)
+            # torch's documentation tells users to split a stream through worker_info.dataset, which is a frozen record.
+            object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self._then is not None:
+            self._then(worker_id)
+
+
+def as_is(fetched: Fetched) -> Fetched:
+    """Return ``fetched`` itself: the collate_fn of the inner DataLoader, whose slices are collated already."""
+    return fetched
+
+
+class _InnerLoader(DataLoader[Fetched]):
+    """A loader whose workers leave the handling of Ctrl-C, or of the terminal's end, to their rank."""
+
+    def __iter__(self) -> Any:
+        with stop.spared():
+            return super().__iter__()
+
+
+def inner_loader(
+    source: Shardable,
+    world: World,
+    keys: Keys,
+    generator: torch.Generator,
+    *,
+    pinned: bool,
+    seeded: bool,
+    cut: StreamCut | None,
+) -> DataLoader[Fetched]:
+    """Return a DataLoader over the same dataset, with the same settings, whose items are this rank's of each batch.
+
+    Args:
+        source: the settings.
+        world: the ranks.
+        keys: tells which samples to fetch, unless the dataset is a stream.
+        generator: for the workers' base seed.
+        pinned: whether batches go to page-locked memory.
+        seeded: whether samples are.
+        cut: what becomes of the samples of a stream; None: the dataset is none.
+    """
+    given, traced = source.loader, knobs.trace() is not None
+    dataset: FetchingDataset | StreamDataset
+    if cut is not None:
+        dataset = (TimedStream if traced else StreamDataset)(
+            given.dataset,  # type: ignore[arg-type]  # an IterableDataset, or there would be no cut
+            given.collate_fn,
+            cut=cut,
+            drop_last=source.drop_last,
+            seeded=seeded,
+        )
+    else:
+        dataset = (TimedDataset if traced else FetchingDataset)(
+            given.dataset, given.collate_fn, seeded=seeded, tells_indices=not source.is_cut_by_number
+        )
+    workers = given.num_workers
+    if not source.is_read_whole:  # (where each rank reads all of a stream, it needs the workers of one process)
+        workers = max(1, workers // world.local_world_size) if workers else 0
+    return _InnerLoader(
+        dataset,
+        batch_size=None,
+        sampler=None if isinstance(dataset, IterableDataset) else keys,
+        num_workers=workers,
+        collate_fn=as_is,  # type: ignore[arg-type]  # without a batch size it gets one item
+        # Without an accelerator pinning is pointless, and torch would warn at each pass.
+        pin_memory=pinned or (given.pin_memory and accelerator.kind() is not None),
+        timeout=given.timeout,
+        worker_init_fn=WorkerStart(given.worker_init_fn, rank=world.rank),
+        multiprocessing_context=given.multiprocessing_context,
+        generator=generator,
+        prefetch_factor=given.prefetch_factor,
+        persistent_workers=given.persistent_workers,
+    )
+
+
+def naming_dead_workers(slices: Iterable[Fetched]) -> Iterator[Fetched]:
+    """Yield ``slices`` as they come.
+
+    The death of a worker that hands over a batch first appears as a lost connection. A moment later torch's handler
+    for SIGCHLD raises an error that says which worker it was and what killed it.
+    """
+    try:
+        yield from slices
+    except PeerLost:  # another rank
+        raise
+    except (ConnectionError, EOFError):
+        for _ in range(200):  # two seconds: on a busy machine the kernel is slow to end a process
+            time.sleep(0.01)  # the handler raises in here
+        raise

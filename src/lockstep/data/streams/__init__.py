@@ -1,0 +1,1 @@
+"""Streams: datasets that can only be iterated, read once a machine or in parts."""

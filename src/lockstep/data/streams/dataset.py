@@ -1,0 +1,150 @@
+"""A stream as a rank's DataLoader reads it: what the rank makes of its samples is an object of its own."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import (
+    IterableDataset,
+    get_worker_info,
+)
+
+from lockstep.data.fetch import COLLATE, Collate, Fetched, copied, own_generators
+from lockstep.data.mixing import mix
+from lockstep.data.streams.reading import Samples, StatefulReading, StreamBatch, StreamMark, has_state, read_by_counting
+from lockstep.job.trace import BatchTimes
+from lockstep.job.workers import AtWork
+
+
+class StreamCut(Protocol):
+    """What a rank makes of the samples that it reads of a stream; see Note [Streams] in ``streams/passes.py``."""
+
+    @property
+    def samples(self) -> int:
+        """The number of samples that are read for a batch."""
+        ...
+
+    def key_at(self, key: int, position: int) -> int:
+        """Return what the random numbers at a position are seeded from, besides the position.
+
+        Args:
+            key: that of the epoch and the worker, the same on all ranks.
+            position: that of a sample among those that are read here.
+        """
+        ...
+
+    def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:
+        """Return what this rank has of a batch, collated, and how to go on after it.
+
+        Args:
+            read: what was read for it.
+            collate: the DataLoader's.
+            seed: what ``collate`` draws from; None: it is not seeded.
+        """
+        ...
+
+    def after_last(self, sample: Any, collate: Collate) -> Fetched | None:
+        """Return what follows the last batch, if anything does.
+
+        Args:
+            sample: one of those that were read.
+            collate: the DataLoader's.
+        """
+        ...
+
+
+class StreamDataset(IterableDataset[Fetched]):
+    """What this rank has of a stream of samples; see Note [Streams] in ``streams/passes.py``."""
+
+    def __init__(
+        self, dataset: Iterable[Any], collate: Collate, *, cut: StreamCut, drop_last: bool, seeded: bool
+    ) -> None:
+        self.dataset = dataset
+        self._collate, self._cut = collate, cut
+        self._drop_last = drop_last
+        self._seeded = seeded
+        #: mix(seed, epoch) and the number of the pass, int64 of shape (2,), shared with the workers: persistent workers
+        #: learn of a new pass only from it.
+        self._pass = torch.zeros(2, dtype=torch.int64).share_memory_()
+        #: Where each worker goes on, and in which pass.
+        self._marks: Mapping[int, StreamMark] = {}
+        self._marks_are_of = 0
+        #: Told which sample is read; set in the workers of a job that lockstep started.
+        self.at_work: AtWork | None = None
+
+    def begin(self, epoch_key: int, marks: Mapping[int, StreamMark]) -> None:
+        """Choose the epoch of the next pass; called in the main process before the pass begins.
+
+        Args:
+            epoch_key: mix(seed, epoch).
+            marks: by worker, where it goes on.
+        """
+        self._marks_are_of += 1
+        self._marks = marks
+        self._pass[0], self._pass[1] = epoch_key >> 1, self._marks_are_of  # 63 bits fit an int64
+
+    def __iter__(self) -> Iterator[Fetched]:
+        worker, cut = get_worker_info(), self._cut
+        number = worker.id if worker else 0
+        key = mix(int(self._pass[0]), number)
+        batches, drawn = self._batches(key, number), None
+        kept: list[Any] = []
+        while True:
+            with own_generators(self._seeded):
+                read = next(batches, None)
+                if read is None or (read.samples and self._drop_last and len(read.samples) < cut.samples):
+                    break
+                kept = kept or [*map(copied, read.samples[:1])]  # (before it is collated)
+                if self._seeded:
+                    drawn = mix(cut.key_at(key, read.position), read.position, COLLATE)
+                item = cut.batch(read, self._collate, seed=drawn)
+            yield item
+        if kept and not self._drop_last:
+            with own_generators(self._seeded):
+                end = cut.after_last(kept[0], self._collate)
+            if end is not None:
+                yield end
+
+    def with_cut(self, cut: StreamCut) -> StreamDataset:
+        """Return the same stream, of which something else is made; :meth:`begin` is called on this one for both."""
+        other = copy.copy(self)
+        other._cut = cut
+        return other
+
+    def go_on_as(self, begun: StreamDataset) -> None:
+        """Go on in the next pass where that one does, of which this is the same stream."""
+        self._marks, self._marks_are_of = begun._marks, begun._marks_are_of
+
+    def _samples(self, key: int) -> Samples:
+        return Samples(self._cut, key=key, seeded=self._seeded, at_work=self.at_work)
+
+    def _batches(self, key: int, worker: int) -> Iterator[StreamBatch]:
+        samples = self._samples(key)
+        if not has_state(self.dataset):
+            return read_by_counting(samples, self.dataset)
+        # (A worker that persists has the marks of the pass for which it was started.)
+        mark = self._marks.get(worker) if int(self._pass[1]) == self._marks_are_of else None
+        return StatefulReading(samples, self.dataset, worker=worker, mark=mark).batches()
+
+
+class TimedStream(StreamDataset):
+    """A :class:`StreamDataset` for a traced job; see :class:`TimedDataset`."""
+
+    times: BatchTimes | None = None
+
+    def __iter__(self) -> Iterator[Fetched]:
+        slices, position = super().__iter__(), 0
+        while True:
+            begun = time.monotonic_ns()
+            try:
+                fetched = next(slices)
+            except StopIteration:
+                return
+            if self.times is not None and fetched.global_samples:
+                self.times.add(begun, position, fetched.samples)
+            position += fetched.global_samples
+            yield fetched

@@ -211,6 +211,11 @@ class TimedDataset(FetchingDataset):
         return fetched
 
 
+def as_is(fetched: Fetched) -> Fetched:
+    """Return ``fetched`` itself: the collate_fn of the inner DataLoader, whose slices are collated already."""
+    return fetched
+
+
 def collated(samples: list[Any], collate: Collate, *, empty: bool, seed: int | None) -> Any:
     """Return the samples as a batch; if ``empty``, a batch of zero samples of their kind."""
 

@@ -17,7 +17,7 @@ from torch.utils.data import (
 
 from lockstep import accelerator, knobs
 from lockstep.comm.world import World
-from lockstep.data.fetch import Fetched, FetchingDataset, Keys, TimedDataset
+from lockstep.data.fetch import Fetched, FetchingDataset, Keys, TimedDataset, as_is
 from lockstep.data.source import Shardable
 from lockstep.data.streams.dataset import StreamCut, StreamDataset, TimedStream
 from lockstep.errors import PeerLost
@@ -55,11 +55,6 @@ class WorkerStart:
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._then is not None:
             self._then(worker_id)
-
-
-def as_is(fetched: Fetched) -> Fetched:
-    """Return ``fetched`` itself: the collate_fn of the inner DataLoader, whose slices are collated already."""
-    return fetched
 
 
 class _InnerLoader(DataLoader[Fetched]):

@@ -242,11 +242,13 @@ def _is_typed(fn: Callable[..., object], preparation: dict[str, Any]) -> bool:
     Raises:
         LaunchError: the function is of that kind, and nothing can send it.
     """
-    if any(key.startswith("init_main") for key in preparation):
+    is_of_main = getattr(fn, "__module__", None) == "__main__"
+    is_at_prompt = hasattr(sys, "ps1")  # where classes of the arguments may have been typed as well
+    if any(key.startswith("init_main") for key in preparation) or not (is_of_main or is_at_prompt):
         return False
     if by_value.is_available():
         return True
-    if getattr(fn, "__module__", None) == "__main__":
+    if is_of_main:
         raise LaunchError(
             f"{getattr(fn, '__qualname__', fn)} was typed at a prompt, so the ranks of lockstep.spawn can't import it: "
             "pip install 'torch-lockstep[notebook]', whose cloudpickle sends it, or put it into a module"

@@ -65,7 +65,7 @@ class _OfPython:
     """That of the module ``random``."""
 
     def __init__(self) -> None:
-        self._random: Any = random._inst
+        self._random: Any = random.getstate.__self__  # type: ignore[attr-defined]  # (a bound method)
         self.seed = random.seed
         self._words = _words_of_python(self._random)
 
@@ -88,7 +88,7 @@ class _OfNumpy:
     """That of NumPy's legacy functions, ``numpy.random.rand`` and the like."""
 
     def __init__(self) -> None:
-        self._random: np.random.RandomState = np.random.mtrand._rand
+        self._random: np.random.RandomState = np.random.get_state.__self__  # type: ignore[attr-defined]  # (likewise)
         self._normal = _normal_of_numpy(self._random)
         self._bits: Any = None
         self._words: memoryview | None = None
@@ -117,7 +117,7 @@ class _OfNumpy:
 
     def _found(self) -> memoryview | None:
         """Return the words of the bit generator, which ``numpy.random.set_bit_generator`` may have replaced."""
-        bits = self._random._bit_generator
+        bits = np.random.get_bit_generator()  # type: ignore[attr-defined]  # (not in NumPy's stubs)
         if bits is not self._bits:
             self._bits, self._words = bits, None
             if type(bits) is np.random.MT19937:

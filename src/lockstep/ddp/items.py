@@ -33,6 +33,8 @@ from lockstep.text import sentence
 
 #: Description of the operation, and label of its message, by which a mismatch is explained.
 ADDING = "adding up the items of all ranks (World.weigh)"
+#: The same for a rank that has not weighed.
+COMPARING = "averaging gradients, before which the ranks compare whether they weigh (World.weigh)"
 #: The mistake and its remedy, for errors.
 MIXED = (
     "some ranks have weighed this backward's gradients by items (World.weigh), and others have not, or not those of "
@@ -75,7 +77,7 @@ class ItemTotals:
         weighs, does_not = int(items is not None), int(items is None or is_mixed)
         sums = torch.tensor([items or 0, weighs, does_not], dtype=torch.int64, device=self._device)
         if self._world_size > 1:
-            self._add_up(sums, whoami)
+            self._add_up(sums, whoami, COMPARING if items is None else ADDING)
         total, weighing, others = map(int, sums.tolist())
         if weighing and others:
             raise CollectiveMismatch(f"{whoami()}: {MIXED}")
@@ -89,10 +91,10 @@ class ItemTotals:
             )
         return self._world_size / total
 
-    def _add_up(self, sums: torch.Tensor, whoami: Callable[[], str]) -> None:
+    def _add_up(self, sums: torch.Tensor, whoami: Callable[[], str], name: str) -> None:
         try:
-            with labelled(ADDING):
-                wait_for(lambda: dist.all_reduce(sums, group=self._group), lambda: f"{whoami()}: {ADDING}", name=ADDING)
+            with labelled(name):
+                wait_for(lambda: dist.all_reduce(sums, group=self._group), lambda: f"{whoami()}: {name}", name=name)
         except CollectiveMismatch as error:
             raise explain_mixed(error) from error
 

@@ -23,6 +23,7 @@ import sys
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
 from typing import Any
 
@@ -101,6 +102,32 @@ def opened(descriptor: int, size: int, place: tuple[int, int], *, writable: bool
     content = torch.frombuffer(map_memory(descriptor, size, writable=writable), dtype=torch.uint8)
     begin, end = place
     return _Opening(content, writable=writable).made(json.loads(content[begin:end].numpy().tobytes()))
+
+
+@dataclass(frozen=True)
+class Handed:
+    """The message with a parcel's descriptor: which of its trees the receiver is to have."""
+
+    #: The bytes of the parcel, and where the description of the tree begins and ends.
+    size: int
+    begin: int
+    end: int
+
+    @classmethod
+    def of(cls, parcel: Parcel, number: int) -> Handed:
+        """Return the message for the tree of this number."""
+        return cls(parcel.size, *parcel.places[number])
+
+    def opened(self, descriptor: int, *, writable: bool = True) -> Any:
+        """Return the tree; see :func:`opened`."""
+        return opened(descriptor, self.size, (self.begin, self.end), writable=writable)
+
+    def taken(self, descriptor: int, *, writable: bool = True) -> Any:
+        """Do as :meth:`opened` where the message has come, and close the descriptor that came with it."""
+        try:
+            return self.opened(descriptor, writable=writable)
+        finally:
+            os.close(descriptor)
 
 
 class _Packing:

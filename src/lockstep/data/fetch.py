@@ -141,8 +141,8 @@ class FetchingDataset(Dataset[Fetched]):
     def __init__(self, dataset: Any, collate: Collate, *, seeded: bool, tells_indices: bool) -> None:
         self.dataset = dataset
         self._collate = collate
-        fetches_batches = callable(getattr(dataset, "__getitems__", None))
-        self._seeds = SampleSeeds(looks_at_first=not fetches_batches) if seeded else None
+        self._fetches_batches = callable(getattr(dataset, "__getitems__", None))
+        self._seeds = SampleSeeds(looks_at_first=not self._fetches_batches) if seeded else None
         self._tells_indices = tells_indices
         # Indexing the tensors gives the same batch as default_collate, bit for bit, in a fraction of the time.
         self._at_once = type(dataset) is TensorDataset and collate is default_collate
@@ -182,14 +182,12 @@ class FetchingDataset(Dataset[Fetched]):
         return collated(samples, self._collate, empty=key.samples == 0, seed=seed)
 
     def _samples(self, indices: list[int]) -> list[Any]:
-        if callable(at_once := getattr(self.dataset, "__getitems__", None)):
-            return at_once(indices)  # type: ignore[no-any-return]
         dataset = self.dataset
-        return (
-            [dataset[index] for index in indices]
-            if self.at_work is None
-            else [self._sample(index) for index in indices]
-        )
+        if self._fetches_batches:
+            return dataset.__getitems__(indices)  # type: ignore[no-any-return]
+        if self.at_work is None:
+            return [dataset[index] for index in indices]
+        return [self._sample(index) for index in indices]
 
     def _sample(self, index: int) -> Any:
         if self.at_work is not None:

@@ -100,14 +100,16 @@ class _OfNumpy:
         words = self._found()
         if words is None or self._normal is None:
             return self._random.get_state(legacy=False)
-        return bytes(words), bytes(self._normal)
+        with self._bits.lock:  # NumPy draws without the interpreter's lock
+            return bytes(words), bytes(self._normal)
 
     def set_state(self, state: Any) -> None:
         words = self._found()
         if isinstance(state, dict) or words is None or self._normal is None:
             self._random.set_state(state)
         else:
-            words[:], self._normal[:] = state
+            with self._bits.lock:
+                words[:], self._normal[:] = state
 
     def is_at(self, state: Any) -> bool:
         now = self.state()

@@ -120,6 +120,29 @@ def inner_loader(
     )
 
 
+def loader_like(loader: DataLoader[Fetched], dataset: StreamDataset, *, persistent: bool) -> DataLoader[Fetched]:
+    """Return an inner DataLoader over another stream, with the settings of ``loader``.
+
+    Args:
+        loader: from :func:`inner_loader`.
+        dataset: the stream.
+        persistent: whether its workers may live on after a pass, if those of ``loader`` do.
+    """
+    return _InnerLoader(
+        dataset,
+        batch_size=None,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers and persistent,
+    )
+
+
 def naming_dead_workers(slices: Iterable[Fetched]) -> Iterator[Fetched]:
     """Yield ``slices`` as they come.
 

@@ -15,17 +15,15 @@ with SIGSEGV; Python's faulthandler is switched on to show the line.
 from __future__ import annotations
 
 import faulthandler
-import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lockstep import callsite
 from lockstep.comm.calls import of_all_ranks
 from lockstep.comm.init import current_world
 from lockstep.comm.local_ranks import LocalRanks, connect
-from lockstep.comm.parcels import Parcel, Unpackable, opened
+from lockstep.comm.parcels import Handed, Parcel, Unpackable
 from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import together
 from lockstep.comm.world import World
@@ -34,16 +32,6 @@ from lockstep.errors import LockstepError
 Loaded = TypeVar("Loaded")
 
 _NAME = "lockstep.once_per_machine"
-
-
-@dataclass(frozen=True)
-class Shipment:
-    """The message with the descriptor of what was loaded."""
-
-    #: The bytes of the parcel, and where the description of what it holds begins and ends.
-    size: int
-    begin: int
-    end: int
 
 
 @of_all_ranks(f"{_NAME}()")
@@ -77,7 +65,7 @@ def once_per_machine(load: Callable[[], Loaded]) -> Loaded:
     world = current_world()
     if world is None:
         raise LockstepError(f"{_NAME}: no world yet; call lockstep.init() first")
-    local = connect(world, (Shipment,))
+    local = connect(world, (Handed,))
     try:
         if local.why_not and local.leads:
             callsite.warn(
@@ -103,23 +91,21 @@ def _packed(load: Callable[[], Any]) -> Parcel:
 
 
 def _handed_over(local: LocalRanks, parcel: Parcel) -> Any:
-    message = Shipment(parcel.size, *parcel.places[0])
+    message = Handed.of(parcel, 0)
     for line in local.lines:
         line.send(message, [parcel.descriptor])
-    return _opened(parcel.descriptor, message)
+    _show_lines_of_crashes()
+    return message.opened(parcel.descriptor, writable=False)
 
 
 def _received(local: LocalRanks, world: World) -> Any:
     message, descriptors = local.lines[0].wait(
         f"rank {local.leader}, which has loaded for this machine, has not handed the data over", world.timeout
     )
-    try:
-        return _opened(descriptors[0], message)
-    finally:
-        os.close(descriptors[0])
+    _show_lines_of_crashes()
+    return message.taken(descriptors[0], writable=False)
 
 
-def _opened(descriptor: int, message: Shipment) -> Any:
+def _show_lines_of_crashes() -> None:
     if not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__ or 2)
-    return opened(descriptor, message.size, (message.begin, message.end), writable=False)

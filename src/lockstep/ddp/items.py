@@ -56,7 +56,7 @@ class ItemTotals:
         self.asks_all = self._can_mix = self._world_size > 1 and not compares_labels(group, self._device)
 
     def weight(self, items: int | None, *, is_mixed: bool, whoami: Callable[[], str]) -> float | None:
-        """**Collective** if this rank has weighed, or all did before. Return the weight of one item of this rank.
+        """**Collective** if this rank has weighed, or :attr:`asks_all`. Return the weight of one item of this rank.
 
         Args:
             items: the number of items that its gradients are the mean of; None: it has not weighed.

@@ -8,7 +8,6 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from multiprocessing import spawn as multiprocessing_spawn
 from typing import Any
 
 from lockstep.errors import LaunchError, RankFailed
@@ -17,7 +16,7 @@ from lockstep.interactive.output import CellText, RankPipe
 from lockstep.job.messages import Channel
 from lockstep.job.page import Look
 from lockstep.launch.called import CalledRanks
-from lockstep.launch.packed_call import PackedCall
+from lockstep.launch.packed_call import PackedCall, preparation_without_main
 from lockstep.launch.returned import Returned
 from lockstep.text import which_ranks
 
@@ -55,9 +54,7 @@ class RankPool:
     def _start(self, rank: int) -> None:
         from lockstep.interactive.serve import serve
 
-        # Without the caller's __main__: a kernel's is not a file, and the ranks have one of their own.
-        preparation = multiprocessing_spawn.get_preparation_data(f"rank-{rank}")
-        preparation = {key: value for key, value in preparation.items() if not key.startswith("init_main")}
+        preparation = preparation_without_main(rank)
         ours, theirs = socket.socketpair()
         out, err = RankPipe(rank, 1), RankPipe(rank, 2)
         self._returned.append(Returned())

@@ -8,6 +8,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from multiprocessing import context, reduction, resource_tracker
+from multiprocessing import spawn as multiprocessing_spawn
 from typing import TYPE_CHECKING, Any
 
 from lockstep.launch import by_value
@@ -15,6 +16,15 @@ from lockstep.launch.returned import Returned
 
 if TYPE_CHECKING:
     from lockstep.launch.rank import SentDescriptor
+
+
+def preparation_without_main(rank: int) -> dict[str, Any]:
+    """Return what multiprocessing has a rank do before it unpacks anything, but for the caller's ``__main__``.
+
+    That is a kernel's or a test runner's, and the rank has one of its own.
+    """
+    given = multiprocessing_spawn.get_preparation_data(f"rank-{rank}")
+    return {key: value for key, value in given.items() if not key.startswith("init_main")}
 
 
 class PackedCall:

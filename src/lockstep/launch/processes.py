@@ -84,9 +84,8 @@ def end_and_leave_memory_to_the_kernel(code: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]  # (private: waits for threads that are no daemons)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(
-            BrokenPipeError, ValueError, AttributeError
-        ):  # nobody reads; it was closed, or is None
+        # (Nobody reads it any more; it was closed; or it is None.)
+        with contextlib.suppress(BrokenPipeError, ValueError, AttributeError):
             stream.flush()
     os._exit(code & 0xFF)
 

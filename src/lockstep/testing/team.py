@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import resource_tracker
-from multiprocessing import spawn as multiprocessing_spawn
 from typing import Any
 
 from lockstep import _proc, knobs, machine
@@ -27,7 +26,7 @@ from lockstep.launch.binding import Binding
 from lockstep.launch.channel import Answer, Broken, Cleared, Exited, Ready, Started, ZygoteHandle
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Attempt
-from lockstep.launch.packed_call import PackedCall
+from lockstep.launch.packed_call import PackedCall, preparation_without_main
 from lockstep.launch.ports import free_port
 from lockstep.launch.returned import NotReturned, Returned
 from lockstep.rendezvous.messages import Round
@@ -174,12 +173,7 @@ class Team:
         now = dict(os.environ)
         changed: dict[str, str | None] = dict.fromkeys(self._base.keys() - now.keys())
         changed |= {name: value for name, value in now.items() if self._base.get(name) != value}
-        preparation = {
-            name: value
-            for name, value in multiprocessing_spawn.get_preparation_data(f"rank-{rank}").items()
-            if not name.startswith("init_main")  # pytest's own program is none of the ranks'
-        } | {"dir": os.getcwd()}
-        with PackedCall(preparation, call.function, call.args, returned, output=output) as packed:
+        with PackedCall(preparation_without_main(rank), call.function, call.args, returned, output=output) as packed:
             fork = attempt.fork(rank, packed.job | {"brief": True})
             env = changed | fork.env | dict(call.env)
             self._zygote.fork(replace(fork, env=env), packed.descriptors())

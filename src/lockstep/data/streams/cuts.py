@@ -55,11 +55,11 @@ class _WholeBatch:
         self.samples = samples
 
     def key_at(self, key: int, position: int) -> int:  # noqa: ARG002  (as the protocol has it)
-        """See :class:`~lockstep.data.fetch.StreamCut`."""
+        """See :class:`~lockstep.data.streams.dataset.StreamCut`."""
         return key
 
     def after_last(self, sample: Any, collate: Collate) -> Fetched | None:  # noqa: ARG002
-        """See :class:`~lockstep.data.fetch.StreamCut`."""
+        """See :class:`~lockstep.data.streams.dataset.StreamCut`."""
         return None
 
 
@@ -78,7 +78,7 @@ class ShareCut(_WholeBatch):
         self._rank, self._world_size, self._shares = rank, world_size, shares
 
     def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:
-        """See :class:`~lockstep.data.fetch.StreamCut`."""
+        """See :class:`~lockstep.data.streams.dataset.StreamCut`."""
         begun, samples = _begun(read), read.samples
         if not samples:
             return begun
@@ -101,7 +101,7 @@ class SliceCut(_WholeBatch):
         self._rank, self._sliced = rank, sliced
 
     def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:
-        """See :class:`~lockstep.data.fetch.StreamCut`."""
+        """See :class:`~lockstep.data.streams.dataset.StreamCut`."""
         begun, samples = _begun(read), read.samples
         if not samples:
             return begun
@@ -130,20 +130,25 @@ class PartCut:
         self._rank = rank
 
     def key_at(self, key: int, position: int) -> int:
-        """See :class:`~lockstep.data.fetch.StreamCut`.
+        """See :class:`~lockstep.data.streams.dataset.StreamCut`.
 
         Before its first sample a stream may shuffle what it then splits by rank, so the ranks draw alike there.
         """
         return mix(key, self._rank, _PART) if self._rank and position else key
 
     def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:
-        """See :class:`~lockstep.data.fetch.StreamCut`. How many samples all ranks have is not known here yet."""
+        """See :class:`~lockstep.data.streams.dataset.StreamCut`.
+
+        How many samples all ranks have is not known here yet.
+        """
         begun, samples = _begun(read), read.samples
         if not samples:
             return begun
         return begun._replace(batch=collated(samples, collate, empty=False, seed=seed), samples=len(samples))
 
     def after_last(self, sample: Any, collate: Collate) -> Fetched | None:
-        """See :class:`~lockstep.data.fetch.StreamCut`. A batch of zero samples, for the steps that only others have
-        samples for."""
+        """See :class:`~lockstep.data.streams.dataset.StreamCut`.
+
+        It is a batch of zero samples, for the steps that only others have samples for.
+        """
         return Fetched(collated([sample], collate, empty=True, seed=None), 0, 0)

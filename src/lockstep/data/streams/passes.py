@@ -102,9 +102,8 @@ class WholePass:
             LockstepError: the ranks read different streams; on every rank.
         """
         first = next(fetched, None)
-        self._compare_first(
-            None if first is None else first.fingerprint
-        )  # an empty stream must not leave others waiting
+        # (A rank whose stream is empty compares as well: the others wait for it.)
+        self._compare_first(None if first is None else first.fingerprint)
         if first is None:
             return
         fetched = chain([first], fetched)

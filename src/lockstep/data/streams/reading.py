@@ -68,7 +68,8 @@ class StreamBatch(NamedTuple):
 
 
 class Rule(Protocol):
-    """How many samples make a batch, and from what they are seeded; see :class:`~lockstep.data.fetch.StreamCut`."""
+    """How many samples make a batch, and from what they are seeded: a part of
+    :class:`~lockstep.data.streams.dataset.StreamCut`."""
 
     @property
     def samples(self) -> int: ...

@@ -25,7 +25,6 @@ alike. What comes of it is what would have come if all had read from the start, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -36,12 +35,12 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from lockstep import callsite, tracebacks
 from lockstep.comm.local_ranks import LocalRanks, RankLine, connect
-from lockstep.comm.parcels import Parcel, Unpackable, opened
+from lockstep.comm.parcels import Handed, Parcel, Unpackable
 from lockstep.comm.together import class_name, class_named
 from lockstep.comm.world import World
 from lockstep.data.contents import fingerprint
 from lockstep.data.fetch import Collate, Fetched, copied
-from lockstep.data.inner import naming_dead_workers
+from lockstep.data.inner import loader_like, naming_dead_workers
 from lockstep.data.seeding import preserved_generators, without_drawing
 from lockstep.data.source import Shardable
 from lockstep.data.streams.dataset import StreamCut, StreamDataset
@@ -90,7 +89,7 @@ class LeaderCut:
         self.samples, self.key_at, self.after_last = own.samples, own.key_at, own.after_last
 
     def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:
-        """See :class:`~lockstep.data.fetch.StreamCut`."""
+        """See :class:`~lockstep.data.streams.dataset.StreamCut`."""
         worker = get_worker_info()
         # The first sample of worker 0 is the one that the other ranks look at.
         is_first = read.samples and not read.position and (worker is None or not worker.id)
@@ -141,16 +140,6 @@ class _OneSample:
 
     def after_last(self, sample: Any, collate: Collate) -> Fetched | None:  # noqa: ARG002
         return None
-
-
-@dataclass(frozen=True)
-class Handed:
-    """The leader's message: a batch. With the descriptor of its parcel."""
-
-    #: The bytes of the parcel, and where the description of the share begins and ends.
-    size: int
-    begin: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -242,9 +231,9 @@ class SharedStream:
                 if fetched is None:
                     break
                 if ended is None and isinstance(fetched.parcel, Parcel):
-                    for line, place in zip(local.lines, fetched.parcel.places, strict=True):
+                    for share, line in enumerate(local.lines):
                         self._make_room(line, taken, number)
-                        line.send(Handed(fetched.parcel.size, *place), [fetched.parcel.descriptor])
+                        line.send(Handed.of(fetched.parcel, share), [fetched.parcel.descriptor])
                 number += 1
                 yield fetched._replace(parcel=None)
             if ended is None:
@@ -264,7 +253,7 @@ class SharedStream:
         it has not. At the end there may be such a reason alone."""
         if self._reader is None:
             own, *others = (cut for rank in local.members if (cut := self._cut_of(rank=rank)) is not None)
-            self._reader = _like(self._own, self.dataset.with_cut(LeaderCut(own, others)), persistent=True)
+            self._reader = loader_like(self._own, self.dataset.with_cut(LeaderCut(own, others)), persistent=True)
         assert isinstance(self._reader.dataset, StreamDataset)
         self._reader.dataset.go_on_as(self.dataset)
         reader: Iterable[Fetched] = naming_dead_workers(self._reader) if self.num_workers else self._reader
@@ -294,7 +283,7 @@ class SharedStream:
             message, descriptors = line.wait(what, self._world.timeout)
             if isinstance(message, Stopped):
                 break
-            fetched, first = _taken(message, descriptors[0])
+            fetched, first = message.taken(descriptors[0])
             number += 1
             line.send(Accepted(number))
             if first is not None and not self._has_looked:
@@ -313,7 +302,7 @@ class SharedStream:
 
     def _first_sample(self) -> str | None:
         """Return the fingerprint of the first sample that this rank would read; None: there is none."""
-        look = _like(self._own, FirstSample(self.dataset), persistent=False)
+        look = loader_like(self._own, FirstSample(self.dataset), persistent=False)
         with preserved_generators():  # (they are nobody's who reads by the leader)
             return next((each.fingerprint for each in look), None)
 
@@ -335,32 +324,6 @@ class SharedStream:
         )
 
 
-def _like(loader: DataLoader[Fetched], dataset: StreamDataset, *, persistent: bool) -> DataLoader[Fetched]:
-    """Return a DataLoader over another dataset with the settings of ``loader``."""
-    return type(loader)(
-        dataset,
-        batch_size=None,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers and persistent,
-    )
-
-
 def _tell(local: LocalRanks, message: Stopped) -> None:
     for line in local.lines:
         line.send(message)
-
-
-def _taken(message: Handed, descriptor: int) -> tuple[Fetched, str | None]:
-    """Return this rank's share of a batch, and the fingerprint of the stream's first sample where it is told."""
-    try:
-        share: tuple[Fetched, str | None] = opened(descriptor, message.size, (message.begin, message.end))
-    finally:
-        os.close(descriptor)
-    return share

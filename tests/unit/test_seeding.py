@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lockstep.data.generators import GENERATORS
+from lockstep.data.generators import GENERATORS, NUMPY
 from lockstep.data.mixing import mix
 from lockstep.data.seeding import SampleSeeds, preserved_generators, seed_generators, without_drawing
 
@@ -277,3 +278,15 @@ def test_a_generator_in_place_of_numpys_own_is_preserved() -> None:
         assert not GENERATORS[2].is_at(state)
     finally:
         _bits.set_bit_generator(before)
+
+
+@pytest.mark.parametrize("act", ["read", "set"])
+def test_numpys_generator_is_left_alone_while_another_thread_draws(act: str) -> None:
+    state = NUMPY.state()
+    thread = threading.Thread(target=NUMPY.state if act == "read" else partial(NUMPY.set_state, state), daemon=True)
+    with _bits.get_bit_generator().lock:  # as NumPy has it while it draws
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+    thread.join(30)
+    assert not thread.is_alive()

@@ -303,6 +303,20 @@ def test_a_generator_in_place_of_numpys_own_is_preserved() -> None:
         _bits.set_bit_generator(before)
 
 
+@pytest.mark.parametrize("kind", [np.random.PCG64, np.random.Philox, np.random.SFC64, np.random.MT19937])
+def test_any_generator_in_place_of_numpys_own_is_seeded(kind: Callable[[int], Any]) -> None:
+    before = _bits.get_bit_generator()
+    _bits.set_bit_generator(kind(3))
+    try:
+        drawn = []
+        for seed in (2**40, 2**41, 2**40):
+            NUMPY.seed(seed)
+            drawn.append([float(np.random.standard_normal()) for _ in range(3)])  # (of each two, one may be kept)
+    finally:
+        _bits.set_bit_generator(before)
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
 @pytest.mark.parametrize("act", ["read", "set"])
 def test_numpys_generator_is_left_alone_while_another_thread_draws(act: str) -> None:
     state = NUMPY.state()

@@ -281,10 +281,11 @@ def _present_as(argv: list[str]) -> None:
 def _new_main(**attributes: Any) -> dict[str, Any]:
     """Make a fresh ``__main__``, which stays: runpy's would be gone while atexit functions and threads still use it.
 
-    Multiprocessing finds it by ``__spec__`` or ``__file__``, so that spawned workers can import it again.
+    Multiprocessing finds it by ``__spec__`` or ``__file__``, so that spawned workers can import it again. What they
+    send back is of classes in ``__mp_main__``, which was made to mean this process's first ``__main__``.
     """
     module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     # Scripts see no __builtins__ but the module's, as under python.
     module.__dict__.update(__builtins__=sys.modules["builtins"], **attributes)
     return module.__dict__

@@ -25,7 +25,7 @@ from lockstep.job.summary import RunSummary, Summary
 from lockstep.launch import watchdog
 from lockstep.launch.binding import Binding, bind_ranks
 from lockstep.launch.channel import Answer, Broken, Exited, Fork, Started, ZygoteHandle
-from lockstep.launch.evidence import MachineFacts, memory_group
+from lockstep.launch.evidence import MachineFacts, memory_group, read_crash
 from lockstep.launch.hangs import HangWatch
 from lockstep.launch.output import Streams
 from lockstep.launch.policy import Ending, Order, Policy
@@ -233,6 +233,7 @@ class Attempt:
             shown=streams is not None and streams.shown(local_rank),
             waited_in=look.waits_in if look.mark.waiting else "",
             was_aborted=aborted is not None,
+            crash=read_crash(self.folder, rank) if record is None and (state.exit_code or 0) < 0 else "",
         )
 
 

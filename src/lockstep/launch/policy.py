@@ -269,6 +269,8 @@ class Ending:
     waited_in: str = ""
     #: True if the watchdog of its process group ended it, and the record is the launcher's; see watchdog.py.
     was_aborted: bool = False
+    #: The stacks that it left because of a crash in native code, in Python's words; empty: it has left none.
+    crash: str = ""
 
     @property
     def rank(self) -> int:

@@ -26,7 +26,8 @@ from lockstep.launch import watchdog
 from lockstep.launch.binding import Binding, bind_ranks
 from lockstep.launch.channel import Answer, Broken, Exited, Fork, Started, ZygoteHandle
 from lockstep.launch.evidence import MachineFacts, memory_group, read_crash
-from lockstep.launch.hangs import HangWatch
+from lockstep.launch.hangs import HangWatch, ReportedHang
+from lockstep.launch.on_hang import HangAction, HangResponse, dump
 from lockstep.launch.output import Streams
 from lockstep.launch.policy import Ending, Order, Policy
 from lockstep.launch.ras import RasAddress
@@ -94,6 +95,8 @@ class Attempt:
             ras=self._ras,
             warming_up=warming_up,
         )
+        #: What was said of the hang for which this start's ranks were stopped; None: they were not.
+        self.stopped_for: ReportedHang | None = None
         #: Rank -> where its flight recorder's file is kept; of ranks that have left one.
         self.flight_recorders: dict[int, Path] = {}
         self._memory = memory_group()
@@ -187,6 +190,11 @@ class Attempt:
             )
         return self._outcome
 
+    def dump(self, reported: ReportedHang, home: Path) -> Path:
+        """Keep what tells of a hang in the folder of the run's logs; see :func:`~lockstep.launch.on_hang.dump`."""
+        watchdog.ask_flight_recorders(self._files)
+        return dump(home, reported, self._files)
+
     def keep_flight_recorder(self, rank: int, folder: Callable[[], Path]) -> None:
         """Put the file that a rank's flight recorder has written, if it has, where it outlives the job.
 
@@ -264,6 +272,7 @@ class Launcher:
         self.broken: str | None = None
         self.selector = selectors.PollSelector()  # epoll refuses regular files, which standard output may be
         self._next_look = 0.0
+        self._on_hang = HangResponse(spec.on_hang)
         #: The summaries of earlier starts, and the peak memory in them of each rank of this machine.
         self._summaries: list[Summary] = []
         self._peaks: dict[int, int | None] = {}
@@ -402,6 +411,22 @@ class Launcher:
             round_, home=self._home, number=number, grace=spec.grace, measures=spec.measures, binding=self._binding
         )
 
+    def _respond(self, action: HangAction, now: float) -> None:
+        """Do what ``--on-hang`` says about the report that stands."""
+        attempt = self.attempt
+        reported = attempt.hangs.reported
+        assert reported is not None, "something is due about it"
+        if action is HangAction.RESTART:
+            attempt.stopped_for = reported
+            self.apply(self.policy.failed(now))
+            return
+        try:
+            text = self._on_hang.announce(attempt.dump(reported, self.recorder.make_folder()))
+        except OSError as error:
+            text = f"what tells of the hang can't be kept: {describe(error)}"
+        say(text)
+        self.recorder.event("hang", text)
+
     def _record_progress(self, now: float) -> None:
         hangs, states = self.attempt.hangs, self.policy.states
         progress = hangs.known(now) if self._speaks_for_all else hangs.progress()
@@ -499,6 +524,8 @@ class Launcher:
             for text in hangs.look(states, now, ask=self.zygote.signal):
                 say(text)
                 self.recorder.event("late", text, **hangs.facts())
+            for action in self._on_hang.due(hangs.reported, now):
+                self._respond(action, now)
             self._record_progress(now)
         self._see_folder()
         if self._tracer is not None:

@@ -338,6 +338,13 @@ def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
     return "\n".join(lines)
 
 
+def stopped_for_hang(outcome: Outcome, text: str, seconds: float) -> str:
+    """Report that all ranks were stopped because of a hang; ``text`` is what was said of that, ``seconds`` ago."""
+    lines = [f"this has stood for {seconds:.0f} s, so all ranks were stopped (--on-hang restart):"]
+    lines += [f"  {line}" for line in text.partition("\nNothing was stopped")[0].splitlines()]
+    return "\n".join([*lines, *_flight_recorders(outcome.flight_recorders)])
+
+
 def _flight_recorders(kept: Mapping[int, Path]) -> Iterator[str]:
     """Say where the files of flight recorders are, and what reads them."""
     if kept:

@@ -25,9 +25,10 @@ from lockstep.launch import closing, processes, report
 from lockstep.launch.channel import CLIENT, Answer, Cleared, Fork, Ready, Started
 from lockstep.launch.closing import JobEnd, LastWord, why_over
 from lockstep.launch.folders import JobFolder
+from lockstep.launch.hangs import ReportedHang
 from lockstep.launch.launcher import Launcher
 from lockstep.launch.output import LogFolder, Relay, Streams
-from lockstep.launch.policy import TIME_LIMIT, Failure, Restarts, failure_facts
+from lockstep.launch.policy import HUNG, TIME_LIMIT, Failure, Restarts, failure_facts, hang_facts
 from lockstep.launch.ports import free_port, is_free
 from lockstep.launch.processes import SAVE, STOPPING, SignalArrival, SignalQueue, ignored
 from lockstep.launch.report import Outcome, say
@@ -382,22 +383,17 @@ class _Run:
         node = attempt.round.node_rank
         outcome = attempt.outcome(self._streams)
         first = outcome.first
+        hung = attempt.stopped_for if first is None else None
         kind = why_over(
-            stopped_by=policy.stopped_by, failing=policy.failing, failed=first is not None, saved=outcome.saved
+            stopped_by=policy.stopped_by, failing=policy.failing, failed=bool(first or hung), saved=outcome.saved
         )
+        if hung is not None and kind is EndKind.FAILED:
+            return self._judge_hang(hung, outcome)
         if first is None or kind is not EndKind.FAILED:
             return Verdict(kind, node, signum=(policy.stopped_by or 0) if not policy.failing else 0)
         step, taken = attempt.steps(first.rank)
         failure = Failure.of(first, step=step, taken=taken, out_of_memory=outcome.out_of_memory)
-        again, what_now = False, ""
-        if policy.failing and policy.stopped_by is None and not policy.gave_up:
-            refusal = restarts.refusal(failure)
-            again = refusal is None
-            what_now = (
-                report.restarted(restarts.used, restarts.limit)
-                if refusal is None
-                else report.not_restarted(refusal, failure, limit=restarts.limit)
-            )
+        again, what_now = self._ask_for_restart(restarts, failure)
         return Verdict(
             kind,
             node,
@@ -409,6 +405,33 @@ class _Run:
             history=restarts.history,
             failure=failure_facts(first, step=step, taken=taken, out_of_memory=outcome.out_of_memory),
         )
+
+    def _judge_hang(self, hung: ReportedHang, outcome: Outcome) -> Verdict:
+        """Return the verdict on an attempt whose ranks were stopped because one held up the others."""
+        attempt, restarts = self._launcher.attempt, copy.copy(self._restarts)
+        rank = next((rank for rank in hung.verdict.late if rank in attempt.local_rank), next(iter(attempt.local_rank)))
+        step, taken = attempt.steps(rank)
+        again, what_now = self._ask_for_restart(restarts, Failure.of_hang(rank, step=step, taken=taken))
+        return Verdict(
+            EndKind.FAILED,
+            attempt.round.node_rank,
+            report.stopped_for_hang(outcome, hung.text, self._spec.on_hang.seconds),
+            again=again,
+            what_now=what_now,
+            exit_code=HUNG,
+            history=restarts.history,
+            failure=hang_facts(rank, step=step, taken=taken),
+        )
+
+    def _ask_for_restart(self, restarts: Restarts, failure: Failure) -> tuple[bool, str]:
+        """Return whether the job starts again after ``failure``, which uses up a restart, and what to say of that."""
+        policy = self._launcher.policy
+        if not policy.failing or policy.stopped_by is not None or policy.gave_up:
+            return False, ""
+        refusal = restarts.refusal(failure)
+        if refusal is None:
+            return True, report.restarted(restarts.used, restarts.limit)
+        return False, report.not_restarted(refusal, failure, limit=restarts.limit)
 
     def _settle(self, verdict: Verdict) -> None:
         """Start again or finish, now that this machine's ranks have ended and it is known why."""
@@ -733,8 +756,8 @@ class _Run:
         text, mine = verdict.text, True
         if verdict.kind is EndKind.FAILED:
             mine = verdict.node == round_.node_rank
-            if mine:
-                outcome = self._launcher.attempt.outcome(self._streams)
+            outcome = self._launcher.attempt.outcome(self._streams)
+            if mine and outcome.first is not None:
                 text = report.describe(outcome)
                 self._named = report.log_named_by(outcome) if self._launcher.attempt.number == 0 else None
             if not mine or self._spec.one_terminal:

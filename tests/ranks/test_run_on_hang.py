@@ -1,0 +1,71 @@
+"""A job whose rank holds up the others: what is kept of that, and the restart that ends it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.launching import run
+
+#: Times of a launcher that looks for a late rank sooner, and more often.
+_SOON = "late=1,heartbeat=0.2,unmoved=0.2"
+
+_TRAINING = """
+import os, threading, torch, lockstep
+from torch import nn
+
+world = lockstep.init()
+model = lockstep.replicate(nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def hang():
+    threading.Event().wait()
+
+for step in range(8):
+    if step == 5 and world.rank == 1 and ({when}):
+        hang()
+    loss = model(torch.ones(8, 4)).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print("done after restart", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+"""
+_ONCE = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'"
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_ranks_that_hang_start_again_and_what_tells_of_it_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_TRAINING.format(when=_ONCE))
+    argv = ["lockstep", "run", "-n", "2", "--log-dir", "logs", "--on-hang", "restart:1", "--max-restarts", "1"]
+    done = run([*argv, "train.py"], tmp_path, torch=True, LOCKSTEP_TIMES=_SOON)
+    assert done.code == 0, done.err
+    assert "done after restart 1" in done.out
+    assert re.search(r"all Python stacks of this machine's ranks are in .*/hang-1; if nothing moves for 1 s", done.err)
+    assert re.search(r"lockstep: this has stood for 1 s, so all ranks were stopped \(--on-hang restart\):\n", done.err)
+    assert "  rank 1 of 2 has held up the others for" in done.err
+    assert "restart 1 of 1: all ranks start again" in done.err
+    (folder,) = (tmp_path / "logs").rglob("hang-1")
+    assert (folder / "report.txt").read_text().startswith("rank 1 of 2 has held up the others for ")
+    late, waits = ((folder / f"stacks-rank{rank}.txt").read_text() for rank in (1, 0))
+    assert 'train.py", line 10 in hang' in late
+    assert 'train.py", line 17 in <module>' in waits
+    (record,) = (tmp_path / "logs").rglob("run.json")
+    events = json.loads(record.read_text())["events"]
+    assert [event["kind"] for event in events] == ["late", "hang", "failed"]
+    assert events[-1]["failure"]["code"] == "rank-hung"
+    assert (events[-1]["failure"]["rank"], events[-1]["failure"]["step"], events[-1]["again"]) == (1, 5, True)
+
+
+def test_the_same_hang_again_ends_the_job(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_TRAINING.format(when="True"))
+    argv = ["lockstep", "run", "-n", "2", "--log-dir", "logs", "--on-hang", "restart:0", "--max-restarts", "3"]
+    done = run([*argv, "train.py"], tmp_path, torch=True, LOCKSTEP_TIMES=_SOON)
+    assert done.code == 124, done.err
+    assert "restart 1 of 3: all ranks start again" in done.err
+    assert "not restarted: the same failure happened twice, on rank 1 at step 5, and would happen again" in done.err
+    told = json.loads(run(["lockstep", "runs", "explain", "./logs", "--json"], tmp_path).out)
+    assert told["end"]["exit_code"] == 124
+    assert [each["code"] for each in told["failures"]] == ["rank-hung", "rank-hung"]

@@ -116,6 +116,12 @@ from lockstep.text import NEXT
     "logs; restart: also start all ranks again, as --max-restarts allows, once the report has stood for SECONDS "
     "(default 60). [default: report]",
 )
+@click.option(
+    "--notify",
+    metavar="COMMAND",
+    help="Command for a shell that is run when ranks hang or move on, when all start again, and when the job fails or "
+    "ends. What happened is JSON on its standard input.",
+)
 @max_restarts("0")
 @takes_program
 def run(
@@ -143,6 +149,7 @@ def run(
     grace: float,
     max_time: float | None,
     on_hang: str | None,
+    notify: str | None,
     max_restarts: int | None,
     is_module: bool,
     program: str,
@@ -206,6 +213,7 @@ def run(
             peak_flops=knobs.peak_flops() if peak_flops is None else peak_flops,
             grace=grace,
             max_time=max_time,
+            notify=notify,
             on_hang=OnHang() if on_hang is None else OnHang.parse(on_hang),
             max_restarts=(place.restarts or 0) if max_restarts is None else max_restarts,
             rendezvous=None if place.rendezvous is None else replace(place.rendezvous, ranks=nproc),
@@ -239,6 +247,7 @@ _EVERYWHERE = (
     "grace",
     "max_time",
     "on_hang",
+    "notify",
     "max_restarts",
 )
 

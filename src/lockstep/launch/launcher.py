@@ -27,6 +27,7 @@ from lockstep.launch.binding import Binding, bind_ranks
 from lockstep.launch.channel import Answer, Broken, Exited, Fork, Started, ZygoteHandle
 from lockstep.launch.evidence import MachineFacts, memory_group, read_crash
 from lockstep.launch.hangs import HangWatch, ReportedHang
+from lockstep.launch.notify import Notice, Notifier
 from lockstep.launch.on_hang import HangAction, HangResponse, dump
 from lockstep.launch.output import Streams
 from lockstep.launch.policy import Ending, Order, Policy
@@ -273,6 +274,10 @@ class Launcher:
         self.selector = selectors.PollSelector()  # epoll refuses regular files, which standard output may be
         self._next_look = 0.0
         self._on_hang = HangResponse(spec.on_hang)
+        #: Tells a command of the user's what becomes of the job.
+        self._notifier = Notifier(spec.notify)
+        #: The report of which it was told last.
+        self._notified: ReportedHang | None = None
         #: The summaries of earlier starts, and the peak memory in them of each rank of this machine.
         self._summaries: list[Summary] = []
         self._peaks: dict[int, int | None] = {}
@@ -348,6 +353,38 @@ class Launcher:
             self._next_look = now + knobs.times().heartbeat
             self._look(now)
         self.apply(self.policy.tick(now))
+        for text in self._notifier.look(now):
+            say(text)
+
+    def notify(self, notice: Notice, text: str, *, code: str | None = None, exit_code: int | None = None) -> None:
+        """Tell the command of ``--notify``, unless another machine's launcher does.
+
+        Args:
+            notice: what it is told of.
+            text: for people.
+            code: of the hang, the failure or the end.
+            exit_code: the job's; None: it has not ended.
+        """
+        round_ = self.attempt.round
+        if round_.node_rank:
+            return
+        folder = self.recorder.folder
+        self._notifier.tell(
+            notice,
+            text,
+            code=code,
+            exit_code=exit_code,
+            program=self.spec.program.words,
+            folder=None if folder is None else str(folder.absolute()),
+            ranks=round_.world_size,
+            restarts=round_.number,
+            step=self.attempt.steps(round_.local_ranks[0])[0],
+        )
+
+    def finish_notices(self) -> None:
+        """Wait until the command of ``--notify`` has been told all, each time for no longer than its limit."""
+        for text in self._notifier.finish():
+            say(text)
 
     def apply(self, orders: Iterable[Order]) -> None:
         """Have the zygote carry out what the policy says."""
@@ -523,7 +560,11 @@ class Launcher:
             hangs, states = self.attempt.hangs, self.policy.states
             for text in hangs.look(states, now, ask=self.zygote.signal):
                 say(text)
-                self.recorder.event("late", text, **hangs.facts())
+                facts = hangs.facts()
+                self.recorder.event("late", text, **facts)
+                if hangs.reported is None or hangs.reported is not self._notified:
+                    self.notify(Notice.MOVED_ON if facts["over"] else Notice.HANG, text, code=facts.get("code"))
+                    self._notified = hangs.reported
             for action in self._on_hang.due(hangs.reported, now):
                 self._respond(action, now)
             self._record_progress(now)

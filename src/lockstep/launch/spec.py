@@ -100,6 +100,8 @@ class JobSpec:
     max_time: float | None = None
     #: What is done about ranks that hold up the others, besides the report.
     on_hang: OnHang = field(default_factory=OnHang)
+    #: The command, for a shell, that is told what becomes of the job; None: there is none.
+    notify: str | None = None
     #: True if the summary at the end is left out.
     quiet: bool = field(default_factory=knobs.quiet)
     #: The price of a node per hour, from which the summary computes the cost; None: not known.
@@ -140,6 +142,8 @@ class JobSpec:
                 f"--max-time={self.max_time:g} s: expected more than --grace={self.grace:g} s, since the ranks are "
                 "asked to save that long before its end"
             )
+        if self.notify is not None and not self.notify.strip():
+            raise ValueError(f"--notify={self.notify!r}: expected a command, which a shell runs")
         if self.max_restarts < 0:
             raise ValueError(f"--max-restarts={self.max_restarts}: expected 0 or more")
         if self.on_hang.action is HangAction.RESTART and not self.max_restarts:

@@ -58,7 +58,7 @@ def scale_loss(loss: Tensor) -> Tensor:
     For models that :func:`lockstep.replicate` was given with ``precision="fp16"``; where there is none, the loss itself
     is returned, so that the same script trains in any precision. Gradients are divided by the scale before they are
     added to ``grad``: what is averaged, clipped and logged has its true size. Nothing is sent. A step whose gradients
-    are infinite or NaN is left out on all ranks, and the scale changes by the rule of :class:`torch.amp.GradScaler`.
+    are infinite or NaN is left out on all ranks, and the scale changes by the rule of ``torch.amp.GradScaler``.
 
     Args:
         loss: floating point, of any shape; log this one, not what is returned.

@@ -302,3 +302,25 @@ def test_of_a_crash_that_python_has_shown_the_users_lines_are_repeated(tmp_path:
     ]
     log.write_text("Fatal Python error: none that it has shown\nlast\n")
     assert "  last" in describe(_outcome(Ending(crashed.state, None, log=log)))
+
+
+def test_a_crash_that_a_rank_has_left_in_its_folder_names_the_users_line() -> None:
+    ours = str(Path(report.__file__).parents[1])
+    text = _CRASHED.format(before="", ours=ours, modules="torch._C")
+    crashed = Ending(_ending(1, -SIGSEGV, 5.0).state, None, shown=True, crash=text)
+    lines = describe(_outcome(_ending(0, -SIGTERM, 6.0), crashed)).splitlines()
+    begin = lines.index("  Fatal Python error: Segmentation fault")
+    assert lines[begin + 1] == '    File "/home/me/data.py", line 7 in normalise'
+
+
+def test_of_a_crash_in_a_thread_without_python_the_main_threads_line_is_told() -> None:
+    text = (
+        "Fatal Python error: Aborted\n\nThread 0x00007f00aaaaaaaa (most recent call first):\n"
+        '  File "/home/me/other.py", line 2 in watch\n\nThread 0x00007f00bbbbbbbb (most recent call first):\n'
+        '  File "/home/me/train.py", line 30 in <module>\n\nExtension modules: a (total: 1)\n'
+    )
+    assert report.stack_of_crash(text) == [
+        "Fatal Python error: Aborted, in a thread that runs no Python; the main thread was here:",
+        '  File "/home/me/train.py", line 30 in <module>',
+    ]
+    assert report.stack_of_crash("Fatal Python error: Aborted\n\n<no Python frame>\n") == []

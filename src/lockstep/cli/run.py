@@ -109,6 +109,19 @@ from lockstep.text import NEXT
     help="Time, such as 11h30m, by which the ranks have saved and the job ends with code 75: --grace before it is over "
     "they are asked to, as by SIGTERM.",
 )
+@click.option(
+    "--on-hang",
+    metavar="report|dump|restart[:SECONDS]",
+    help="What to do about a rank that holds up the others. dump: also keep the report and all stacks with the run's "
+    "logs; restart: also start all ranks again, as --max-restarts allows, once the report has stood for SECONDS "
+    "(default 60). [default: report]",
+)
+@click.option(
+    "--notify",
+    metavar="COMMAND",
+    help="Command for a shell that is run when ranks hang or move on, when all start again, and when the job fails or "
+    "ends. What happened is JSON on its standard input.",
+)
 @max_restarts("0")
 @takes_program
 def run(
@@ -135,6 +148,8 @@ def run(
     peak_flops: float | None,
     grace: float,
     max_time: float | None,
+    on_hang: str | None,
+    notify: str | None,
     max_restarts: int | None,
     is_module: bool,
     program: str,
@@ -164,6 +179,7 @@ def run(
             sys.exit(_run_on_hosts(hosts, given))
         from lockstep.launch import report
         from lockstep.launch.binding import Bind
+        from lockstep.launch.on_hang import OnHang
         from lockstep.launch.run import run as run_job  # refuses other systems than Linux
         from lockstep.launch.spec import JobSpec, NodeOptions, Output, Program, node_place, parse_ranks
 
@@ -197,6 +213,8 @@ def run(
             peak_flops=knobs.peak_flops() if peak_flops is None else peak_flops,
             grace=grace,
             max_time=max_time,
+            notify=notify,
+            on_hang=OnHang() if on_hang is None else OnHang.parse(on_hang),
             max_restarts=(place.restarts or 0) if max_restarts is None else max_restarts,
             rendezvous=None if place.rendezvous is None else replace(place.rendezvous, ranks=nproc),
             regroup_after=regroup_after,
@@ -228,6 +246,8 @@ _EVERYWHERE = (
     "peak_flops",
     "grace",
     "max_time",
+    "on_hang",
+    "notify",
     "max_restarts",
 )
 

@@ -59,6 +59,19 @@ class _Suspicion:
     facts: dict[int, ProcessFacts | None]
 
 
+@dataclass(frozen=True, eq=False)
+class ReportedHang:
+    """A report that stands: the late ranks have not moved since."""
+
+    verdict: HangVerdict
+    #: When it was made, on the monotonic clock.
+    at: float
+    #: Its words.
+    text: str
+    #: Rank -> where its stacks of that time begin in its file; of this machine's ranks.
+    stacks: Mapping[int, int]
+
+
 @dataclass(frozen=True)
 class _Heard:
     """What another machine's launcher has told of one of its ranks."""
@@ -114,6 +127,8 @@ class HangWatch:
         self._verdict: HangVerdict | None = None
         #: The ranks' marks when they were reported.
         self._reported: dict[int, Mark] = {}
+        #: The report that stands; None: no rank holds up the others.
+        self.reported: ReportedHang | None = None
         #: The words about the ranks that hold up the others now; empty: no rank does.
         self.text = ""
         #: The same for who ends the ranks because of it.
@@ -218,7 +233,7 @@ class HangWatch:
         if self._verdict is None or any(state.exit_code != 0 for state in states.values()):
             return []
         text = report.over(self._verdict, now=time.monotonic())
-        self._verdict, self.text, self.finding = None, "", ""
+        self._verdict, self.reported, self.text, self.finding = None, None, "", ""
         return [text]
 
     def summary(
@@ -378,6 +393,7 @@ class HangWatch:
         self._reported = self._marks()
         self.finding = report.describe_hang(verdict, known, now=now, world_size=self._world_size)
         self.text = report.describe_late(verdict, known, now=now, world_size=self._world_size)
+        self.reported = ReportedHang(verdict, now, self.text, asked.begins)
         self._files.mark_late(self.text)
         if self._ras is not None and any(known[rank].look.on_device for rank in verdict.waiting):
             self._question = RasQuestion(self._ras)
@@ -426,7 +442,7 @@ class HangWatch:
         moved = any(marks[rank] != self._reported[rank] for rank in waited or verdict.late)
         if not moved or any(state.exit_code for state in states.values()):
             return []  # the report stays true, also as the reason why the job ends
-        self._verdict, self.text, self.finding = None, "", ""
+        self._verdict, self.reported, self.text, self.finding = None, None, "", ""
         self._files.mark_late("")
         self.close()
         return [report.over(verdict, now=now)]

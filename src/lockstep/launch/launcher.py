@@ -25,8 +25,10 @@ from lockstep.job.summary import RunSummary, Summary
 from lockstep.launch import watchdog
 from lockstep.launch.binding import Binding, bind_ranks
 from lockstep.launch.channel import Answer, Broken, Exited, Fork, Started, ZygoteHandle
-from lockstep.launch.evidence import MachineFacts, memory_group
-from lockstep.launch.hangs import HangWatch
+from lockstep.launch.evidence import MachineFacts, memory_group, read_crash
+from lockstep.launch.hangs import HangWatch, ReportedHang
+from lockstep.launch.notify import Notice, Notifier
+from lockstep.launch.on_hang import HangAction, HangResponse, dump
 from lockstep.launch.output import Streams
 from lockstep.launch.policy import Ending, Order, Policy
 from lockstep.launch.ras import RasAddress
@@ -94,6 +96,8 @@ class Attempt:
             ras=self._ras,
             warming_up=warming_up,
         )
+        #: What was said of the hang for which this start's ranks were stopped; None: they were not.
+        self.stopped_for: ReportedHang | None = None
         #: Rank -> where its flight recorder's file is kept; of ranks that have left one.
         self.flight_recorders: dict[int, Path] = {}
         self._memory = memory_group()
@@ -187,6 +191,11 @@ class Attempt:
             )
         return self._outcome
 
+    def dump(self, reported: ReportedHang, home: Path) -> Path:
+        """Keep what tells of a hang in the folder of the run's logs; see :func:`~lockstep.launch.on_hang.dump`."""
+        watchdog.ask_flight_recorders(self._files)
+        return dump(home, reported, self._files)
+
     def keep_flight_recorder(self, rank: int, folder: Callable[[], Path]) -> None:
         """Put the file that a rank's flight recorder has written, if it has, where it outlives the job.
 
@@ -233,6 +242,7 @@ class Attempt:
             shown=streams is not None and streams.shown(local_rank),
             waited_in=look.waits_in if look.mark.waiting else "",
             was_aborted=aborted is not None,
+            crash=read_crash(self.folder, rank) if record is None and (state.exit_code or 0) < 0 else "",
         )
 
 
@@ -263,6 +273,11 @@ class Launcher:
         self.broken: str | None = None
         self.selector = selectors.PollSelector()  # epoll refuses regular files, which standard output may be
         self._next_look = 0.0
+        self._on_hang = HangResponse(spec.on_hang)
+        #: Tells a command of the user's what becomes of the job.
+        self._notifier = Notifier(spec.notify)
+        #: The report of which it was told last.
+        self._notified: ReportedHang | None = None
         #: The summaries of earlier starts, and the peak memory in them of each rank of this machine.
         self._summaries: list[Summary] = []
         self._peaks: dict[int, int | None] = {}
@@ -338,6 +353,38 @@ class Launcher:
             self._next_look = now + knobs.times().heartbeat
             self._look(now)
         self.apply(self.policy.tick(now))
+        for text in self._notifier.look(now):
+            say(text)
+
+    def notify(self, notice: Notice, text: str, *, code: str | None = None, exit_code: int | None = None) -> None:
+        """Tell the command of ``--notify``, unless another machine's launcher does.
+
+        Args:
+            notice: what it is told of.
+            text: for people.
+            code: of the hang, the failure or the end.
+            exit_code: the job's; None: it has not ended.
+        """
+        round_ = self.attempt.round
+        if round_.node_rank:
+            return
+        folder = self.recorder.folder
+        self._notifier.tell(
+            notice,
+            text,
+            code=code,
+            exit_code=exit_code,
+            program=self.spec.program.words,
+            folder=None if folder is None else str(folder.absolute()),
+            ranks=round_.world_size,
+            restarts=round_.number,
+            step=self.attempt.steps(round_.local_ranks[0])[0],
+        )
+
+    def finish_notices(self) -> None:
+        """Wait until the command of ``--notify`` has been told all, each time for no longer than its limit."""
+        for text in self._notifier.finish():
+            say(text)
 
     def apply(self, orders: Iterable[Order]) -> None:
         """Have the zygote carry out what the policy says."""
@@ -400,6 +447,22 @@ class Launcher:
         return Attempt(
             round_, home=self._home, number=number, grace=spec.grace, measures=spec.measures, binding=self._binding
         )
+
+    def _respond(self, action: HangAction, now: float) -> None:
+        """Do what ``--on-hang`` says about the report that stands."""
+        attempt = self.attempt
+        reported = attempt.hangs.reported
+        assert reported is not None, "something is due about it"
+        if action is HangAction.RESTART:
+            attempt.stopped_for = reported
+            self.apply(self.policy.failed(now))
+            return
+        try:
+            text = self._on_hang.announce(attempt.dump(reported, self.recorder.make_folder()))
+        except OSError as error:
+            text = f"what tells of the hang can't be kept: {describe(error)}"
+        say(text)
+        self.recorder.event("hang", text)
 
     def _record_progress(self, now: float) -> None:
         hangs, states = self.attempt.hangs, self.policy.states
@@ -497,7 +560,13 @@ class Launcher:
             hangs, states = self.attempt.hangs, self.policy.states
             for text in hangs.look(states, now, ask=self.zygote.signal):
                 say(text)
-                self.recorder.event("late", text, **hangs.facts())
+                facts = hangs.facts()
+                self.recorder.event("late", text, **facts)
+                if hangs.reported is None or hangs.reported is not self._notified:
+                    self.notify(Notice.MOVED_ON if facts["over"] else Notice.HANG, text, code=facts.get("code"))
+                    self._notified = hangs.reported
+            for action in self._on_hang.due(hangs.reported, now):
+                self._respond(action, now)
             self._record_progress(now)
         self._see_folder()
         if self._tracer is not None:

@@ -18,7 +18,7 @@ from lockstep.job.fates import advice
 from lockstep.job.files import EXIT_SAVED, StopNote
 from lockstep.job.hang import HangKind, HangVerdict, odd_ones
 from lockstep.job.page import NAMES, Look, Phase
-from lockstep.launch.evidence import MachineFacts, ProcessFacts, Stack
+from lockstep.launch.evidence import CRASH, MachineFacts, ProcessFacts, Stack
 from lockstep.launch.policy import FAILURE_GRACE, TIME_LIMIT, Ending, Failure, KilledFor, Refusal, first_failure
 from lockstep.launch.processes import name
 from lockstep.rendezvous.messages import Round
@@ -338,6 +338,13 @@ def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
     return "\n".join(lines)
 
 
+def stopped_for_hang(outcome: Outcome, text: str, seconds: float) -> str:
+    """Report that all ranks were stopped because of a hang; ``text`` is what was said of that, ``seconds`` ago."""
+    lines = [f"this has stood for {seconds:.0f} s, so all ranks were stopped (--on-hang restart):"]
+    lines += [f"  {line}" for line in text.partition("\nNothing was stopped")[0].splitlines()]
+    return "\n".join([*lines, *_flight_recorders(outcome.flight_recorders)])
+
+
 def _flight_recorders(kept: Mapping[int, Path]) -> Iterator[str]:
     """Say where the files of flight recorders are, and what reads them."""
     if kept:
@@ -386,20 +393,26 @@ def _last_lines(log: Path) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []  # the log is named all the same
-    lines = _stack_of_crash(text) or last_lines(text[-_LAST_BYTES:], _LAST_LINES)
+    lines = stack_of_crash(text) or last_lines(text[-_LAST_BYTES:], _LAST_LINES)
     return [f"  {line}" for line in lines]
 
 
-def _stack_of_crash(text: str) -> list[str]:
+def stack_of_crash(text: str) -> list[str]:
     """Return the last stack that Python's faulthandler has written because of a crash, innermost call first, without
-    the frames of libraries; empty: there is none."""
-    _, crash, stack = text.rpartition("Fatal Python error: ")
-    _, current, frames = stack.partition("Current thread ")
-    if not (crash and current):
+    the frames of libraries; empty: there is none. If a thread has crashed that runs no Python, it is the main one's."""
+    _, crash, stacks = text.rpartition(CRASH)
+    if not crash:
         return []
+    first = f"{crash}{stacks.splitlines()[0]}"
+    _, current, frames = stacks.partition("Current thread ")
+    if not current:
+        _, main, frames = stacks.rpartition("\nThread ")  # the main thread comes last
+        if not main:
+            return []
+        first = f"{first}, in a thread that runs no Python; the main thread was here:"
     here = [line for line in frames.partition("\n\n")[0].splitlines() if line.startswith('  File "')]
     users = [line for line in here if not (_IN_LIBRARY.search(line) or is_library(line.split('"')[1]))]
-    return [f"{crash}{stack.splitlines()[0]}", *(users or here)][:_LAST_LINES]
+    return [first, *(users or here)][:_LAST_LINES]
 
 
 def _blamed(message: str) -> str:
@@ -558,7 +571,8 @@ def _rest(ending: Ending, facts: MachineFacts) -> Iterator[str]:
             yield f"a file would be larger than this user's limit, {as_size(limit)} (ulimit -f): a log, a file"
             yield "  raise the limit before the job starts: ulimit -f unlimited"
     if ending.record is None and code is not None and -code in _CRASHES:
-        yield f"  {_CRASHES[signal.Signals(-code)]}; PYTHONFAULTHANDLER=1 shows the line of Python that it came from"
+        yield f"  {_CRASHES[signal.Signals(-code)]}"
+        yield from (f"  {line}" for line in stack_of_crash(ending.crash))
 
 
 def _apart_in_a_crash(first: Ending, endings: Sequence[Ending]) -> Iterator[str]:

@@ -94,6 +94,8 @@ class Policy:
     failing: bool = False
     #: The time of the next tick; None: none is due.
     deadline: float | None = None
+    #: True if a user has ended the job from a debugger.
+    has_quit: bool = False
     #: True when ranks did not even die of SIGKILL.
     gave_up: bool = False
     _killed: bool = False
@@ -151,6 +153,15 @@ class Policy:
             return []
         self.failing = True
         self._give(FAILURE_GRACE, now, late_for=KilledFor.FAILURE)
+        return self._order(signal.SIGTERM, now)
+
+    def quit(self, now: float) -> list[Order]:
+        """Stop every rank that is alive, because a user has ended one of them from its debugger: as by a Ctrl-C, and
+        without the time in which ranks save, since one of them takes no step any more."""
+        if self.stopping:
+            return []
+        self.stopped_by, self.has_quit = signal.SIGINT, True
+        self._give(FAILURE_GRACE, now, late_for=KilledFor.AT_ONCE)
         return self._order(signal.SIGTERM, now)
 
     def signalled(self, signum: signal.Signals, *, delivered: bool, now: float) -> list[Order]:

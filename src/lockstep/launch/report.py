@@ -163,6 +163,14 @@ class Outcome:
         return self.note is not None
 
     @property
+    def quit(self) -> str:
+        """Where a user has ended the job by a debugger's ``q``, in words; empty: nobody has."""
+        first = self.first
+        if first is None or first.record is None or not first.record.has_quit:
+            return ""
+        return f"ended at a breakpoint, on rank {first.rank} ({first.record.message})"
+
+    @property
     def completed(self) -> bool:
         """Whether every rank left with exit code 0."""
         return all(ending.state.exit_code == 0 for ending in self.endings)
@@ -180,6 +188,8 @@ def stopped(outcome: Outcome, signum: signal.Signals | None) -> str:
         outcome: how the attempt has ended.
         signum: the first signal that the launcher passed on; None: the ranks got one themselves.
     """
+    if outcome.quit:
+        return outcome.quit
     words = [f"stopped by {'a signal to the ranks' if signum is None else cause(signum)}"]
     if outcome.note is not None:
         words.append(outcome.note.describe())

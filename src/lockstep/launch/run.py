@@ -90,7 +90,7 @@ def run(spec: JobSpec) -> int:
         undo.callback(logs.close)
         recorder = Recorder(logs.make, program=spec.program.words, tell=say)
         file = None if spec.program.text is None else _write_program(Path(folder.path), spec.program.text)
-        launcher = Launcher(spec, spec.round(*master), home=folder.path, recorder=recorder)
+        launcher = Launcher(spec, spec.round(*master), home=folder.path, recorder=recorder, lends=True)
         job = _Run(launcher, logs=logs, signals=signals, file=file)
         undo.callback(job.close)
         code = job.watch()
@@ -282,6 +282,7 @@ class _Run:
             self._hear_others(self._others, ready, now)
         self._relay.pump({fd for fd in ready if isinstance(fd, int)}, now)
         launcher.act(now)
+        self._screen.release()
         if self._warn_at is not None and now >= self._warn_at:
             self._warn_of_those_outside_a_step(now)
 
@@ -352,6 +353,8 @@ class _Run:
                 job["shared"] = True
             if self._file is not None:
                 job["file"] = str(self._file)
+            if self._spec.hold:
+                job["held"] = True
             fds = self._streams.open(local_rank, rank)
             if self._streams.log(local_rank) is not None:
                 job["logged"] = True

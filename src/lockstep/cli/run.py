@@ -209,7 +209,9 @@ def run(
             hold=pdb,
         )
         if pdb and find_terminal() is None:
-            raise ValueError("--pdb: standard input is not a terminal, so nobody could use the debugger (ssh -t has one)")
+            raise ValueError(
+                "--pdb: standard input is not a terminal, so nobody could use the debugger (ssh -t has one)"
+            )
         if not (ranks or place.ranks or hosted or spec.quiet):
             report.say(report.ranks_by_default(nproc, cores=cores, gpus=gpus))
         sys.exit(run_job(spec))

@@ -1,1 +1,1 @@
-"""Breakpoints on any rank: the launcher lends the terminal (lender), a rank takes it (terminal) and prompts (prompt)."""
+"""Breakpoints on any rank: the launcher lends the terminal (lender), and a rank prompts there (terminal, prompt)."""

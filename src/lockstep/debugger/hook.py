@@ -53,7 +53,10 @@ class RankDebugger:
         where = line_of(frame)
         console = self._find(where)
         if not console.take(where):
-            raise NoTerminal(f"rank {self._rank} is at a breakpoint ({where}), and its terminal is gone: start the job again from another")
+            raise NoTerminal(
+                f"rank {self._rank} is at a breakpoint ({where}), and its terminal is gone: start the job again from "
+                "another"
+            )
         try:
             self._pdb = self._pdb or RankPdb(console, self._rank)
             if header is not None:
@@ -68,7 +71,8 @@ class RankDebugger:
 
         if self._process != os.getpid() or not self._pages.get(self._rank, Cell.LENDS):
             return
-        console = self._console or LentTerminal(self._pages, self._rank)
+        given = self._console
+        console = given if isinstance(given, LentTerminal) else LentTerminal(self._pages, self._rank)
         if console.take(line_of_error(error), failed=True):
             RankPdb(console, self._rank).post_mortem(error)
 

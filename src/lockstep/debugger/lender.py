@@ -153,6 +153,26 @@ class Lender:
                 if os.tcgetpgrp(0) == pid:
                     os.tcsetpgrp(0, os.getpgrp())
 
+    def give_again(self, pid: int | None) -> None:
+        """Give the terminal to the rank that has its turn once more, if the shell has given it to the job meanwhile: the
+        job was stopped, and brought to the front. The rank may have stopped as it read from the background.
+
+        Args:
+            pid: the process of the rank that has its turn.
+        """
+        holder = self._holder
+        if pid is None or holder is None or self._state(holder) not in (Debugging.PROMPTS, Debugging.EVALUATES):
+            return
+        with contextlib.suppress(OSError):  # (the terminal may be gone, or the rank)
+            if os.tcgetpgrp(0) == os.getpgrp():
+                os.tcsetpgrp(0, pid)
+                os.kill(pid, signal.SIGCONT)
+
+    @property
+    def holder(self) -> int | None:
+        """The rank that has its turn."""
+        return self._holder
+
     def close(self) -> None:
         """Take the terminal back from whoever has it."""
         if self._modes is not None:
@@ -224,7 +244,8 @@ class Lender:
 
     def _restore(self) -> None:
         """Give the terminal the modes that it had."""
-        assert self._modes is not None and self._terminal is not None, "it was lent"
+        assert self._modes is not None, "it was lent"
+        assert self._terminal is not None, "there is one"
         with contextlib.suppress(termios.error), from_the_background():  # (it may be gone)
             termios.tcsetattr(self._terminal, termios.TCSADRAIN, self._modes)
         self._modes = None

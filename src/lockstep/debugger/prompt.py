@@ -18,6 +18,8 @@ from lockstep.job.page import Debugging
 #: Modules whose frames a user does not step into, and what their names begin with.
 _SKIPPED = ("lockstep.debugger.*", "lockstep.launch.*")
 _RUNNERS = "lockstep.launch."
+#: Python's own modules in which a ``q`` ends.
+_DEBUGGERS = ("bdb", "pdb")
 
 
 class RankPdb(pdb.Pdb):
@@ -115,7 +117,8 @@ def line_of_error(error: BaseException) -> str:
     """Return the innermost line of the user's program from which an error came; empty: it came from none."""
     found, tb = "", error.__traceback__
     while tb is not None:
-        if not callsite.is_library(tb.tb_frame.f_code.co_filename):
-            found = line_of(tb.tb_frame, tb.tb_lineno)
+        frame = tb.tb_frame
+        if not callsite.is_library(frame.f_code.co_filename) and frame.f_globals.get("__name__") not in _DEBUGGERS:
+            found = line_of(frame, tb.tb_lineno)
         tb = tb.tb_next
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -22,12 +23,11 @@ _PAUSE = 0.01
 class Console(Protocol):
     """Where a debugger prompts."""
 
-    def take(self, place: str, *, failed: bool = False) -> bool:
+    def take(self, place: str) -> bool:
         """Begin to prompt; returns when that is possible, and False if it will not be.
 
         Args:
             place: the line at which the rank is.
-            failed: an error would end the rank; else it is at a breakpoint.
         """
         ...
 
@@ -55,7 +55,7 @@ class OwnInput:
     def __init__(self, pages: Pages, rank: int) -> None:
         self._pages, self._rank = pages, rank
 
-    def take(self, place: str, *, failed: bool = False) -> bool:
+    def take(self, place: str) -> bool:
         """See :class:`Console`."""
         with self._pages.page(self._rank) as page:
             encode(page, Text.DEBUGGED_AT, place)
@@ -89,7 +89,12 @@ class LentTerminal:
         self._on_interrupt: Any = None
 
     def take(self, place: str, *, failed: bool = False) -> bool:
-        """See :class:`Console`."""
+        """See :class:`Console`.
+
+        Args:
+            place: the line at which the rank is.
+            failed: an error would end the rank; else it is at a breakpoint.
+        """
         self._request += 1
         with self._pages.page(self._rank) as page:
             encode(page, Text.DEBUGGED_AT, place)
@@ -152,12 +157,12 @@ class _Streams:
     def __init__(self, fd: int) -> None:
         self._before: tuple[TextIO, TextIO, TextIO] = (sys.stdin, sys.stdout, sys.stderr)
         for stream in self._before[1:]:
-            if stream is not None and not stream.closed:
+            with contextlib.suppress(AttributeError, ValueError):  # it may be None, closed, or the program's own
                 stream.flush()
         self._saved = [os.dup(target) for target in range(3)]
         for target in range(3):
             os.dup2(fd, target, inheritable=True)
-        sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), errors="surrogateescape")
+        sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8", errors="surrogateescape")
         sys.stdout = terminal.forgiving(1, errors="backslashreplace")
         sys.stderr = terminal.forgiving(2, errors="backslashreplace")
 

@@ -158,8 +158,8 @@ class Cell(enum.IntEnum):
     #: The rank's mark at which its device was seen to be still in the latest backward; see device_wait.py. Where it is
     #: not the present mark it says nothing.
     ON_DEVICE = 233
-    #: What the rank does in a debugger (:class:`Debugging`), with the number of its latest request for the terminal; 0: it is
-    #: in none.
+    #: What the rank does in a debugger (:class:`Debugging`), with the number of its latest request for the terminal; 0:
+    #: it is in none.
     DEBUGGER = 234
     #: The launcher's: the number of the request that it has granted, or minus the number of one that it refuses; and 1
     #: if it has a terminal to lend.

@@ -192,6 +192,9 @@ class HangWatch:
             now: on the monotonic clock.
             ask: sends a signal to ranks.
         """
+        for rank, heard in self._others.items():
+            if now - heard.at >= knobs.times().heard:  # what its debugger does is not known any more
+                self._pages.set(rank, Cell.DEBUGGER, 0)
         self.glance(now)
         self._looks = {rank: self._pages.look(rank) for rank in self._ranks}
         pids = {rank: states[rank].pid for rank in self._ranks}

@@ -527,6 +527,8 @@ class Launcher:
                 say(text)
                 self.recorder.event("late", text, **hangs.facts())
             self._record_progress(now)
+        if (holder := self.attempt.lender.holder) is not None:
+            self.attempt.lender.give_again(self.policy.states[holder].pid)
         self._see_folder()
         if self._tracer is not None:
             self._tell(self._tracer.look())

@@ -353,9 +353,7 @@ def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool, by_value: bool
 # Its end -------------------------------------------------------------------------------------------------------------
 
 
-def _run(
-    program: Callable[[], None], rank: int, *, silent: bool, shared: bool = False, held: bool = False
-) -> None:
+def _run(program: Callable[[], None], rank: int, *, silent: bool, shared: bool = False, held: bool = False) -> None:
     """Run ``program``. On an exception: leave a record, print it as Python would, and exit as Python would.
 
     ``silent``: the record says it all, because its reader raises it as an exception. ``shared``: all ranks print to the

@@ -262,8 +262,9 @@ def outside_a_step(looks: Mapping[int, Look], signum: signal.Signals, *, left: f
     """
     rank, look = next(iter(looks.items()))
     others = f" ({len(looks) - 1} more outside of a step, too)" if len(looks) > 1 else ""
+    where = f"at a breakpoint ({look.debugged_at})" if look.debugging else f"in {NAMES[look.mark.phase]}"
     return (
-        f"{cause(signum)} came outside of a training step: rank {rank} is in {NAMES[look.mark.phase]}{others}. The "
+        f"{cause(signum)} came outside of a training step: rank {rank} is {where}{others}. The "
         f"ranks save once they come to their next step; those that have not saved in {left:.0f} s are killed, and the "
         "run resumes from its newest checkpoint. Call saved.between_steps() in each turn of a loop that evaluates, so "
         "that it can be left there, or give a longer --grace"
@@ -756,6 +757,8 @@ def describe_rank(known: Known, now: float | None) -> list[str]:
 def _doing(known: Known, now: float | None) -> str:
     """Return what a rank does, in words: ``your code for 6 s, after optimizer.step() at train.py:26 in <module>``."""
     look, mark = known.look, known.look.mark
+    if look.debugging:
+        return f"a debugger, at {look.debugged_at}"
     begun = "" if now is None else f" for {now - known.since:.0f} s"
     line = known.stack.users if known.stack is not None else None
     if mark.phase is not Phase.OWN:

@@ -411,3 +411,26 @@ def test_a_process_of_a_ranks_is_told_who_can_have_the_terminal(tmp_path: Path) 
     done = run(["lockstep", "run", "-n", "2", "--all-output", "train.py"], tmp_path)
     assert done.code == 2, done
     assert "a process that rank 1 started is at a breakpoint (train.py:2 in work)" in done.err
+
+
+_PAGE = Path(__file__).parents[2] / "docs" / "breakpoints.md"
+_SESSIONS = re.findall(r"```text\n\$ (lockstep run [^\n]+)\n(.*?)```", _PAGE.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize(("command", "session"), _SESSIONS, ids=["a breakpoint", "a failure"])
+def test_the_page_shows_what_is_shown(tmp_path: Path, command: str, session: str) -> None:
+    """Its commands are typed, and its lines come in their order."""
+    for block in re.findall(r"```python\n(# (?:train|mean)\.py\n.*?)```", _PAGE.read_text(), re.DOTALL):
+        (tmp_path / block.split()[1]).write_text(block)
+    commands = [line.removeprefix(_PROMPT) for line in session.splitlines() if line.startswith(_PROMPT)]
+    with _terminal(tmp_path, _run(*command.split()[2:]), torch=True) as terminal:
+        for line in commands:
+            terminal.until(_PROMPT)
+            terminal.type(f"{line}\n")
+        terminal.end()
+    shown = terminal.shown.replace(str(tmp_path), "/home/you").splitlines()
+    place = 0
+    for line in session.splitlines():
+        if line != "…":
+            assert line in shown[place:], f"{line!r} does not come after {shown[:place]}\n{terminal.shown}"
+            place = shown.index(line, place) + 1

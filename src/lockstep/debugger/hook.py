@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.debugger.terminal import Console, LentTerminal, OwnInput, reads_nothing
 from lockstep.errors import NoTerminal
-from lockstep.job.page import Cell, Pages
+from lockstep.job.page import Cell, Debugging, Pages
 
 if TYPE_CHECKING:
     from lockstep.debugger.prompt import RankPdb
@@ -76,6 +76,12 @@ class RankDebugger:
         if console.take(line_of_error(error), failed=True):
             RankPdb(console, self._rank).post_mortem(error)
 
+    def note_quit(self, where: str) -> None:
+        """Tell the launcher that the user has ended the job, unless that is done."""
+        is_told = Debugging.of(self._pages.get(self._rank, Cell.DEBUGGER)) is Debugging.QUIT
+        if not is_told and self._process == os.getpid():
+            (self._console or OwnInput(self._pages, self._rank)).quits(where)
+
     @property
     def has_quit(self) -> bool:
         """Whether its user has given the command ``q``."""
@@ -132,8 +138,11 @@ def hold(error: BaseException) -> None:
 
 
 def quit_at(error: BaseException) -> str | None:
-    """Return the line at which a user has ended the program by a debugger's ``q``; None: it ends by another error, or
-    by a debugger of the program's own that found nobody who could have typed it."""
+    """Return the line at which a user has ended the program by a debugger's ``q``, and see that the launcher knows.
+
+    Returns:
+        None: it ends by another error, or by a debugger of the program's own that found nobody who could have typed it.
+    """
     bdb = sys.modules.get("bdb")  # else no debugger was here
     if bdb is None or not isinstance(error, bdb.BdbQuit):
         return None
@@ -141,4 +150,7 @@ def quit_at(error: BaseException) -> str | None:
         return None
     from lockstep.debugger.prompt import line_of_error
 
-    return line_of_error(error) or "outside of the program"
+    where = line_of_error(error)
+    if _debugger is not None:
+        _debugger.note_quit(where)
+    return where

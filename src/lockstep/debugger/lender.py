@@ -37,6 +37,8 @@ from lockstep.job.page import REQUEST, Cell, Debugging, Pages
 _SWITCH = 0.3
 #: The states in which a rank asks.
 _ASKING = (Debugging.ASKS, Debugging.FAILED)
+#: The states of a rank that has what it asked for, or that needs not ask.
+_AT_WORK = (Debugging.PROMPTS, Debugging.EVALUATES)
 #: The place of the special characters among a terminal's attributes.
 _CHARACTERS = 6
 
@@ -83,7 +85,9 @@ class Lender:
         self._failed: int | None = None
         self._failed_is_over = False
         #: Ranks and lines that the user has been told of.
-        self._told: set[tuple[int, str]] = set()
+        self._told: set[tuple[int, str, bool]] = set()
+        #: The rank whose user has ended the job, and its line; None: nobody has.
+        self.quit_by: tuple[int, str] | None = None
         #: The terminal's modes before it was lent; None: it is not lent.
         self._modes: list[Any] | None = None
         for rank in ranks:
@@ -106,12 +110,14 @@ class Lender:
         said: list[str] = []
         for rank in changed:
             state = Debugging.of(numbers[rank])
-            if rank not in self._ranks or (state is Debugging.PROMPTS and rank != self._holder):
+            if rank not in self._ranks or (state in _AT_WORK and rank != self._holder):
                 said += self._tell(rank, state)
             elif state in _ASKING:
                 self._asking[rank] = state
             else:
                 self._asking.pop(rank, None)
+            if state is Debugging.QUIT and rank in self._ranks and self.quit_by is None:
+                self.quit_by = rank, self._pages.look(rank).debugged_at
             if rank == self._failed and state is Debugging.NONE:
                 self._failed_is_over = True
         self._see_holder(now)
@@ -125,10 +131,13 @@ class Lender:
         return said
 
     def lend(self) -> None:
-        """Give the rank its turn that :meth:`look` has found, if it has found one.
+        """Give the rank its turn that :meth:`look` has found, if it has found one, and let those leave that have quit.
 
         A job in the background is stopped by that, as by any use of the terminal, until it is brought to the front.
         """
+        for each in self._ranks:
+            if Debugging.of(self._seen[each]) is Debugging.QUIT:
+                self._pages.set(each, Cell.GRANTED, -self._request(each))
         rank, self._next = self._next, None
         if rank is None:
             return
@@ -154,14 +163,15 @@ class Lender:
                     os.tcsetpgrp(0, os.getpgrp())
 
     def give_again(self, pid: int | None) -> None:
-        """Give the terminal to the rank that has its turn once more, if the shell has given it to the job meanwhile: the
-        job was stopped, and brought to the front. The rank may have stopped as it read from the background.
+        """Give the terminal to the rank that has its turn once more, if the shell has given it to the job meanwhile.
+
+        The job was stopped, and brought to the front; the rank may have stopped as it read from the background.
 
         Args:
             pid: the process of the rank that has its turn.
         """
         holder = self._holder
-        if pid is None or holder is None or self._state(holder) not in (Debugging.PROMPTS, Debugging.EVALUATES):
+        if pid is None or holder is None or self._state(holder) not in _AT_WORK:
             return
         with contextlib.suppress(OSError):  # (the terminal may be gone, or the rank)
             if os.tcgetpgrp(0) == os.getpgrp():
@@ -193,7 +203,7 @@ class Lender:
         elif self._runs_since is None:
             self._runs_since = now
         asks = state in _ASKING and self._pages.get(self._holder, Cell.GRANTED) != self._request(self._holder)
-        if state is Debugging.NONE or self._is_to_switch(now) or (asks and state is Debugging.FAILED):
+        if state in (Debugging.NONE, Debugging.QUIT) or self._is_to_switch(now) or (asks and state is Debugging.FAILED):
             self._holder, self._runs_since = None, None
         elif asks:
             self._answer(self._holder, 1)
@@ -220,9 +230,10 @@ class Lender:
 
     def _tell(self, rank: int, state: Debugging) -> list[str]:
         where = self._pages.look(rank).debugged_at
-        if state is Debugging.NONE or (rank, where) in self._told:
+        about = rank, where, state is Debugging.FAILED
+        if state in (Debugging.NONE, Debugging.QUIT) or about in self._told:
             return []
-        self._told.add((rank, where))
+        self._told.add(about)
         if state is Debugging.FAILED:
             return [f"rank {rank} has failed ({where}) and is held there for you; q ends the job as it would have"]
         elsewhere = "" if rank in self._ranks else ", on another machine"

@@ -44,7 +44,7 @@ class RankPdb(pdb.Pdb):
         """Show where an error came from, and prompt in its innermost frame; the console is taken."""
         self._dies = True
         self.reset()
-        with self._given():
+        with self._given(line_of_error(error)):
             self.message(tracebacks.text(error))
             self.interaction(None, error if sys.version_info >= (3, 13) else error.__traceback__)  # type: ignore[arg-type]
 
@@ -90,12 +90,16 @@ class RankPdb(pdb.Pdb):
         elif not self._console.take(where := line_of(frame)):
             raise NoTerminal(f"a debugger stops at {where}, and its terminal is gone: start the job again from another")
         else:
-            with self._given():
+            with self._given(where):
                 yield
 
     @contextlib.contextmanager
-    def _given(self) -> Iterator[None]:
-        """Use the console, which is taken, and give it back."""
+    def _given(self, where: str) -> Iterator[None]:
+        """Use the console, which is taken, and give it back.
+
+        Args:
+            where: the line at which the program is.
+        """
         before, self.prompts = (self.stdin, self.stdout), True
         self.stdin, self.stdout = sys.stdin, sys.stdout
         try:
@@ -105,6 +109,8 @@ class RankPdb(pdb.Pdb):
             self.prompts = False
             goes_on = self.stoplineno == -1  # what set_continue() leaves there
             self._console.give_back(runs_on=not (self._dies or self.quitting or goes_on))
+            if self.quitting and not self._dies:
+                self._console.quits(where)
 
 
 def line_of(frame: FrameType, line: int | None = None) -> str:

@@ -18,6 +18,8 @@ from lockstep.job.page import REQUEST, Cell, Debugging, Pages, Text, encode
 
 #: Seconds between two looks for the launcher's answer.
 _PAUSE = 0.01
+#: Seconds that the launcher has to hear of an end: it looks some dozen times a second, if its program lets it.
+_HEARD = 3.0
 
 
 class Console(Protocol):
@@ -41,6 +43,14 @@ class Console(Protocol):
 
     def says(self, state: Debugging) -> None:
         """Tell the other ranks and the launcher what this rank does in its debugger."""
+        ...
+
+    def quits(self, place: str) -> None:
+        """Tell the launcher that the user has ended the job, before the other ranks can notice that this one leaves.
+
+        Args:
+            place: the line at which the rank is.
+        """
         ...
 
 
@@ -69,6 +79,10 @@ class OwnInput:
     def says(self, state: Debugging) -> None:
         """See :class:`Console`."""
         self._pages.set(self._rank, Cell.DEBUGGER, int(state))
+
+    def quits(self, place: str) -> None:
+        """See :class:`Console`."""
+        _quit(self._pages, self._rank, 1, place)
 
 
 class LentTerminal:
@@ -124,6 +138,11 @@ class LentTerminal:
         number = 0 if state is Debugging.NONE else self._request * REQUEST + state
         self._pages.set(self._rank, Cell.DEBUGGER, number)
 
+    def quits(self, place: str) -> None:
+        """See :class:`Console`."""
+        self._request += 1
+        _quit(self._pages, self._rank, self._request, place)
+
     def _enter(self) -> None:
         """Be the terminal's foreground process group, alone, and have it in the place of the standard streams."""
         if self._terminal is None:
@@ -148,6 +167,15 @@ class LentTerminal:
         if self._on_interrupt is not None:
             signal.signal(signal.SIGINT, self._on_interrupt)
             self._on_interrupt = None
+
+
+def _quit(pages: Pages, rank: int, request: int, place: str) -> None:
+    with pages.page(rank) as page:
+        encode(page, Text.DEBUGGED_AT, place)
+    pages.set(rank, Cell.DEBUGGER, request * REQUEST + Debugging.QUIT)
+    limit = time.monotonic() + _HEARD
+    while pages.get(rank, Cell.GRANTED) != -request and time.monotonic() < limit:
+        time.sleep(_PAUSE)
 
 
 class _Streams:

@@ -177,11 +177,6 @@ class FailureRecord:
     code: str | None = None
 
     @property
-    def has_quit(self) -> bool:
-        """Whether it is no failure: a user has ended the job by a debugger's ``q``, at the line that is the message."""
-        return self.type == "bdb.BdbQuit" and not self.traceback
-
-    @property
     def summary(self) -> str:
         """The exception's type and the first line of its message."""
         first = self.message.strip().splitlines()[:1]

@@ -96,6 +96,8 @@ class Debugging(enum.IntEnum):
     EVALUATES = 4
     #: It runs on to where it will prompt again.
     RUNS = 5
+    #: Its user has ended the job.
+    QUIT = 6
 
     @classmethod
     def of(cls, number: int) -> Debugging:

@@ -90,8 +90,9 @@ class CalledRanks:
         first = outcome.first
         if outcome.saved:
             code, end, text = EXIT_SAVED, RunEnd.SAVED, report.stopped(outcome, None)
-        elif first is not None and outcome.quit:
-            code, end, text = first.exit_code, RunEnd.STOPPED, outcome.quit
+        elif outcome.quit_by is not None:
+            code, end, text = 128 + signal.SIGINT, RunEnd.STOPPED, outcome.quit
+            self.error = RankFailed(text, rank=outcome.quit_by[0], exit_code=code)
         elif first is not None:
             code, end, text = first.exit_code, RunEnd.FAILED, report.describe(outcome)
             step, taken = attempt.steps(first.rank)
@@ -99,7 +100,7 @@ class CalledRanks:
             self.launcher.recorder.event("failed", text, failure=failure, again=False)
         else:
             code, end, text = 0, RunEnd.DONE, ""
-        if first is not None:
+        if first is not None and self.error is None:
             traceback = None if first.record is None else first.record.traceback or None
             self.error = RankFailed(text, rank=first.rank, exit_code=code, traceback=traceback)
         for said in self.launcher.conclude(code, end=end, word=text if outcome.saved else ""):

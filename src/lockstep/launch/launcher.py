@@ -189,6 +189,7 @@ class Attempt:
                 late=self.hangs.text,
                 note=self.stop_note(),
                 flight_recorders=self.flight_recorders,
+                quit_by=self.lender.quit_by if self.policy.has_quit else None,
             )
         return self._outcome
 
@@ -337,9 +338,7 @@ class Launcher:
                 case Exited(rank, code, at, peak) if rank in self.policy.states:
                     self.attempt.keep_flight_recorder(rank, self.recorder.make_folder)
                     self.attempt.lender.ended(rank, self.policy.states[rank].pid)
-                    record, agreed = self.attempt.record(rank), self.attempt.stop_note() is not None
-                    if record is not None and record.has_quit:
-                        self.apply(self.policy.quit(at))
+                    agreed = self.attempt.stop_note() is not None
                     self.apply(self.policy.exited(rank, code, at, peak=peak, agreed=agreed))
                 case Broken(error):
                     self.broken = error
@@ -505,6 +504,8 @@ class Launcher:
         for text in self.attempt.lender.look(now):
             say(text)
             self.recorder.event("breakpoint", text)
+        if (quit_by := self.attempt.lender.quit_by) is not None:
+            self.apply(self.policy.quit(quit_by[0], now))
         self.attempt.lender.lend()
 
     def _see_folder(self) -> None:

@@ -155,14 +155,14 @@ class Policy:
         self._give(FAILURE_GRACE, now, late_for=KilledFor.FAILURE)
         return self._order(signal.SIGTERM, now)
 
-    def quit(self, now: float) -> list[Order]:
-        """Stop every rank that is alive, because a user has ended one of them from its debugger: as by a Ctrl-C, and
-        without the time in which ranks save, since one of them takes no step any more."""
+    def quit(self, rank: int, now: float) -> list[Order]:
+        """Stop the other ranks because a user has ended ``rank`` from its debugger: as by a Ctrl-C, but ranks do not
+        save, since one of them takes no step any more."""
         if self.stopping:
             return []
         self.stopped_by, self.has_quit = signal.SIGINT, True
-        self._give(FAILURE_GRACE, now, late_for=KilledFor.AT_ONCE)
-        return self._order(signal.SIGTERM, now)
+        self._give(self.grace, now)
+        return self._order(signal.SIGTERM, now, spare=rank)
 
     def signalled(self, signum: signal.Signals, *, delivered: bool, now: float) -> list[Order]:
         """End the job for the user: politely the first time, at once the second.
@@ -231,11 +231,12 @@ class Policy:
         for_them = [(o.signum, tuple(r for r in o.ranks if self.states[r].pid is None)) for o in orders]
         return [Order(signum, ranks) for signum, ranks in for_them if ranks]
 
-    def _order(self, signum: signal.Signals, now: float) -> list[Order]:
-        for rank in self.alive:
+    def _order(self, signum: signal.Signals, now: float, *, spare: int | None = None) -> list[Order]:
+        ranks = tuple(rank for rank in self.alive if rank != spare)
+        for rank in ranks:
             if self.states[rank].stopped_at is None:
                 self.states[rank].stopped_at = now
-        return [Order(signum, self.alive)] if self.alive else []
+        return [Order(signum, ranks)] if ranks else []
 
 
 # How a rank ended ----------------------------------------------------------------------------------------------------

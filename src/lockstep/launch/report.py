@@ -145,6 +145,8 @@ class Outcome:
     note: StopNote | None = None
     #: Rank -> where its flight recorder's file is; see watchdog.py.
     flight_recorders: Mapping[int, Path] = field(default_factory=dict)
+    #: The rank from whose debugger a user has ended the job, and its line; None: nobody has.
+    quit_by: tuple[int, str] | None = None
 
     @property
     def first(self) -> Ending | None:
@@ -165,10 +167,7 @@ class Outcome:
     @property
     def quit(self) -> str:
         """Where a user has ended the job by a debugger's ``q``, in words; empty: nobody has."""
-        first = self.first
-        if first is None or first.record is None or not first.record.has_quit:
-            return ""
-        return f"ended at a breakpoint, on rank {first.rank} ({first.record.message})"
+        return "" if self.quit_by is None else "ended at a breakpoint, on rank {} ({})".format(*self.quit_by)
 
     @property
     def completed(self) -> bool:

@@ -209,6 +209,7 @@ class _Run:
         #: The monotonic time by which a client that was told to leave must have left; None: none was told.
         self._patience: float | None = None
         self._told_of_waiting = False
+        self._has_told_of_quit = False
         #: The monotonic time at which the last turn of the loop began to act.
         self._turned = time.monotonic()
         #: The rank whose log the report of the first start's failure has named; None: there is none.
@@ -282,6 +283,8 @@ class _Run:
             self._hear_others(self._others, ready, now)
         self._relay.pump({fd for fd in ready if isinstance(fd, int)}, now)
         launcher.act(now)
+        if launcher.policy.has_quit:
+            self._tell_of_quit()
         self._screen.release()
         if self._warn_at is not None and now >= self._warn_at:
             self._warn_of_those_outside_a_step(now)
@@ -331,6 +334,13 @@ class _Run:
     def _stop(self, signum: signal.Signals, *, delivered: bool, now: float) -> None:
         self._announce(signum)
         self._launcher.apply(self._launcher.policy.signalled(signum, delivered=delivered, now=now))
+
+    def _tell_of_quit(self) -> None:
+        """Tell the other machines once that a user has ended the job from a debugger."""
+        node = self._launcher.attempt.round.node_rank
+        if self._others is not None and not self._has_told_of_quit:
+            self._others.end(End(Verdict(EndKind.STOPPED, node, signum=signal.SIGINT).to_json()))
+        self._has_told_of_quit = True
 
     # From one attempt to the next --------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import pytest
 
 from lockstep import _proc
 from tests import launching
-from tests.launching import LIMIT, environment, killed_afterwards, run, wait_for
+from tests.launching import LIMIT, environment, gone_within, killed_afterwards, run, wait_for
 
 _CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
 
@@ -52,6 +52,15 @@ class _Terminal:
         self.type(f"{line}\n")
         return self.until(prompt)
 
+    def foreground(self) -> int:
+        """The process group that has the terminal."""
+        return os.tcgetpgrp(self.screen)
+
+    def hang_up(self) -> None:
+        """Close the window."""
+        os.close(self.screen)
+        self.screen = -1
+
     def end(self) -> int:
         """Read to the end, and return the leader's exit code."""
         limit = min(time.monotonic() + LIMIT, launching.test_ends - 10.0)
@@ -72,6 +81,9 @@ class _Terminal:
 
     def _show(self, seconds: float, *, ended: bool = False) -> bool:
         """Take what has come; return False at the end."""
+        if self.screen < 0:
+            time.sleep(seconds)
+            return False
         if not select.select([self.screen], [], [], seconds)[0]:
             return not ended
         try:
@@ -107,7 +119,8 @@ def _terminal(folder: Path, command: list[str], *, torch: bool = False, **env: s
                 pass
             with suppress(ChildProcessError):
                 os.waitpid(leader, 0)
-        os.close(screen)
+        if terminal.screen >= 0:
+            terminal.hang_up()
 
 
 def _run(*words: str) -> list[str]:
@@ -208,7 +221,7 @@ def test_an_interrupt_at_the_prompt_is_the_debuggers(tmp_path: Path) -> None:
         assert "41" in terminal.command("p answer", _PROMPT)
         terminal.type("c\n")
         wait_for((tmp_path / "goes-on-1").exists, "the rest of the program")
-        wait_for(lambda: os.tcgetpgrp(terminal.screen) == terminal.leader, "the terminal's return")
+        wait_for(lambda: terminal.foreground() == terminal.leader, "the terminal's return")
         terminal.type("\x03")
         assert terminal.end() == 128 + signal.SIGINT
     assert "lockstep: stopped by SIGINT" in terminal.shown
@@ -376,6 +389,46 @@ def test_a_job_in_the_background_stops_until_it_is_in_front(tmp_path: Path) -> N
         terminal.until("$ ")
         terminal.type("exit 7\n")
         assert terminal.end() == 7
+
+
+def test_a_job_that_was_stopped_meanwhile_gives_the_terminal_again(tmp_path: Path) -> None:
+    """Another rank reads from the background, say: the shell takes the terminal, and fg gives it to the whole job."""
+    (tmp_path / "train.py").write_text("open(f'pid-{__import__(\"os\").getpid()}', 'w')" + _ON_RANK_1)
+    shell = ["bash", "--norc", "--noprofile", "-i"]
+    with _terminal(tmp_path, shell, PS1="$ ", HISTFILE="") as terminal:
+        terminal.until("$ ")
+        terminal.type(f"{' '.join(_run('-n', '2', 'train.py'))}\n")
+        terminal.until(_PROMPT)
+        rank_1 = terminal.foreground()
+        assert (tmp_path / f"pid-{rank_1}").exists(), "a group of its own"
+        job = next(pid for pid in _proc.children(terminal.leader) if os.getpgid(pid) == pid)
+        os.killpg(job, signal.SIGTSTP)
+        terminal.until("Stopped")
+        terminal.until("$ ")
+        assert terminal.foreground() == terminal.leader
+        terminal.type("fg\n")
+        wait_for(lambda: terminal.foreground() == rank_1, "the rank's turn")
+        assert "\n41\n" in terminal.command("p answer", _PROMPT)
+        terminal.type("c\n")
+        terminal.until("$ ")
+        terminal.type("exit 7\n")
+        assert terminal.end() == 7
+
+
+@pytest.mark.parametrize("how", ["the terminal goes", "the launcher is asked to stop", "the launcher is killed"])
+def test_nothing_is_left_of_a_job_that_ends_at_a_prompt(tmp_path: Path, how: str) -> None:
+    (tmp_path / "train.py").write_text(_ON_RANK_1 + "if rank == 0: import time; time.sleep(600)\n")
+    with _terminal(tmp_path, _run("-n", "2", "train.py")) as terminal:
+        terminal.until(_PROMPT)
+        everyone = _proc.descendants(terminal.leader)
+        assert len(everyone) == 3
+        if how == "the terminal goes":
+            terminal.hang_up()
+        else:
+            os.kill(terminal.leader, signal.SIGTERM if how.endswith("stop") else signal.SIGKILL)
+        with killed_afterwards(everyone):
+            assert terminal.end() in (-signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
+            assert gone_within(everyone, 20.0) == []
 
 
 _SPAWNS = """

@@ -211,6 +211,7 @@ def test_an_interrupt_at_the_prompt_is_the_debuggers(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_ON_RANK_1 + "open(f'goes-on-{rank}', 'w').close()\nwhile True: pass\n")
     with _terminal(tmp_path, _run("-n", "2", "train.py")) as terminal:
         terminal.until(_PROMPT)
+        wait_for((tmp_path / "goes-on-0").exists, "the end of what rank 0 does by itself")
         terminal.type("half a line\x03")
         assert "--KeyboardInterrupt--" in terminal.until(_PROMPT)
         terminal.type("!open('evaluates', 'w').close()\n!while True: pass\n")
@@ -219,6 +220,7 @@ def test_an_interrupt_at_the_prompt_is_the_debuggers(tmp_path: Path) -> None:
         terminal.type("\x03")
         assert "KeyboardInterrupt" in terminal.until(_PROMPT)
         assert "41" in terminal.command("p answer", _PROMPT)
+        assert len(_proc.descendants(terminal.leader)) == 3, "the other rank lives"
         terminal.type("c\n")
         wait_for((tmp_path / "goes-on-1").exists, "the rest of the program")
         wait_for(lambda: terminal.foreground() == terminal.leader, "the terminal's return")

@@ -279,21 +279,24 @@ def test_what_another_rank_prints_waits_for_the_command(tmp_path: Path) -> None:
 
 
 _TRAINS = """
-import lockstep, torch
+import lockstep, torch, torch.distributed as dist
 world = lockstep.init(timeout=1.0)
 if world.rank == 1:
     breakpoint()
-world.barrier()
+{meet}
 mean = world.mean(torch.tensor(float(world.rank)))
 print("the mean is", float(mean))
 """
 
 
-def test_the_others_wait_without_an_alarm_and_past_their_limit(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(_TRAINS)
+@pytest.mark.parametrize(
+    "meet", ["world.barrier()", "dist.send(torch.ones(1), 0) if world.rank else dist.recv(torch.zeros(1), 1)"]
+)
+def test_the_others_wait_without_an_alarm_and_past_their_limit(tmp_path: Path, meet: str) -> None:
+    (tmp_path / "train.py").write_text(_TRAINS.format(meet=meet))
     command = _run("-n", "2", "train.py")
     with _terminal(tmp_path, command, torch=True, LOCKSTEP_LATE="0.2", LOCKSTEP_TIMES="0.2") as terminal:
-        assert "-> world.barrier()" in terminal.until(_PROMPT)
+        assert f"-> {meet}" in terminal.until(_PROMPT)
         terminal.command("!import time; time.sleep(2.5)", _PROMPT)
         assert "-> mean = " in terminal.command("n", _PROMPT)
         assert "-> print" in terminal.command("n", _PROMPT)

@@ -12,33 +12,34 @@ _SHARING = ("tests/unit/test_sharing.py",)
 CHECKPOINT_FAULTS = [
     Fault(
         "a file is not fsynced",
-        "checkpoint/save.py",
+        "checkpoint/disk_folder.py",
         "        on.sync(file)\n        on.close(file)\n    return -1\n",
         "        on.close(file)\n    return -1\n",
         _CRASHES,
     ),
     Fault(
         "a draft's folder is not fsynced",
-        "checkpoint/save.py",
+        "checkpoint/disk_folder.py",
         "            self._on.sync(self._folder)\n",
         "            pass\n",
         _CRASHES,
     ),
     Fault(
         "the run's folder is not fsynced",
-        "checkpoint/save.py",
+        "checkpoint/disk_folder.py",
         "                folders.sync_folder(self._root, on=self._on)\n",
         "                pass\n",
         _CRASHES,
     ),
     Fault(
         "a draft is renamed before its manifest is written",
-        "checkpoint/save.py",
-        "        self._write_manifest(content)\n"
+        "checkpoint/disk_folder.py",
+        "        self._write_manifest(manifest_bytes(manifest, where=str(self.path)))\n"
         "        with named(self.path):\n            self._on.sync(self._folder)\n"
         "        whole = self._root / self._name\n        self._on.rename(self.path, whole)\n",
         "        whole = self._root / self._name\n        self._on.rename(self.path, whole)\n"
-        "        self._write_manifest(content)\n        self._on.sync(self._folder)\n",
+        "        self._write_manifest(manifest_bytes(manifest, where=str(whole)))\n"
+        "        self._on.sync(self._folder)\n",
         _CRASHES,
     ),
     Fault(
@@ -108,15 +109,16 @@ CHECKPOINT_FAULTS = [
         "older checkpoints go before the new one is there",
         "checkpoint/save.py",
         "        path = draft.commit(",
+        "        from lockstep.checkpoint import folders\n"
         "        for old in folders.checkpoints(root, on=on):\n            folders.remove(old, on=on)\n"
         "        path = draft.commit(",
         _CRASHES,
     ),
     Fault(
         "blocks are written where others belong",
-        "checkpoint/save.py",
-        "on.write(file, piece, offset + start)",
-        "on.write(file, piece, start)",
+        "checkpoint/plan.py",
+        "yield block.start + start, piece",
+        "yield start, piece",
         ("tests/ranks/test_checkpointer.py",),
     ),
 ]

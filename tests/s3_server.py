@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from moto.server import DomainDispatcherApplication, create_backend_app
+from moto.server import create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 _ERROR = '<?xml version="1.0" encoding="UTF-8"?><Error><Code>{}</Code><Message>{}</Message></Error>'
@@ -31,7 +32,7 @@ class Server:
 
     def __init__(self, how: Path) -> None:
         self._how = how
-        self._moto = DomainDispatcherApplication(create_backend_app, "s3")
+        self._moto = create_backend_app("s3")
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         """Answer a request."""
@@ -62,8 +63,6 @@ def main() -> None:
     """Serve until standard input ends."""
     server = make_server("127.0.0.1", 0, Server(Path(sys.argv[1])), threaded=True, request_handler=_Quiet)
     print(server.server_port, flush=True)
-    import threading
-
     threading.Thread(target=server.serve_forever, daemon=True).start()
     sys.stdin.read()
 

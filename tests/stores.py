@@ -128,9 +128,18 @@ class S3:
         self._way.kill()
         self._way.wait()
 
+    def kill_after(self, count: int) -> None:
+        """Cut off every connection once so many bytes have gone to the server from here on, and take no more."""
+        self._replace_way(str(count))
+
     def revive(self) -> None:
         """Take connections again, at the same port."""
-        self._way = _start("tests.s3_way", str(self._port), str(self._to))
+        self._replace_way()
+
+    def _replace_way(self, *more: str) -> None:
+        self.kill()
+        _close(self._way)
+        self._way = _start("tests.s3_way", str(self._port), str(self._to), *more)
         _port_of(self._way)
 
     def objects(self) -> list[str]:
@@ -150,9 +159,7 @@ class S3:
         for process in (self._way, self._server):
             process.kill()
             process.wait()
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                pipe.close()
+            _close(process)
 
 
 @contextmanager
@@ -169,6 +176,12 @@ def _start(module: str, *args: str) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-m", module, *args]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def _close(process: subprocess.Popen[str]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
 
 
 def _port_of(process: subprocess.Popen[str]) -> int:

@@ -1,12 +1,13 @@
-"""Runs whose checkpoints are in an S3 store: saved by all ranks, resumed with the same bits, nothing lost by its failures."""
+"""Runs whose checkpoints are in an S3 store: saved by all ranks, resumed to the bit, and nothing lost by failures."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import re
+import threading
 import time
-from collections.abc import Iterator
-from multiprocessing import resource_tracker  # noqa: F401
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep import knobs
-from tests.harness import collect_outcomes, run_ranks
+from tests.harness import run_ranks
 from tests.stores import S3, s3
 
 _ADDRESS = "s3://bucket/run"
@@ -105,7 +106,8 @@ def _looks(address: str, folder: str) -> list[tuple[str, int, str]]:
     return [(source, int(same), ""), *((each.stdout, each.exit_code, each.stderr) for each in done)]
 
 
-def test_commands_look_at_a_store_as_at_a_disk(store: S3, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("store")
+def test_commands_look_at_a_store_as_at_a_disk(tmp_path: Path) -> None:
     address = f"{_ADDRESS}-looked-at"
     run_ranks(_train, 2, address, 4)
     ((source, same, _), ls, verify, show, export, prune, as_json, nothing), *_ = run_ranks(
@@ -131,11 +133,10 @@ def test_commands_look_at_a_store_as_at_a_disk(store: S3, tmp_path: Path) -> Non
 
 
 def _two_at_once(address: str) -> str:
-    world = lockstep.init()
+    lockstep.init()
     model, optimizer, loader = _parts()
     with pytest.raises(lockstep.CheckpointError) as caught:
         lockstep.Checkpointer(address, model=model, optimizer=optimizer, loader=loader)
-    del world
     return str(caught.value)
 
 
@@ -151,10 +152,10 @@ def _hold(address: str, other: str) -> list[str]:
     return [str(saved.save())]
 
 
-def test_a_run_in_a_store_has_one_owner(store: S3, tmp_path: Path) -> None:
-    import threading
-
-    address, held = f"{_ADDRESS}-owned", []
+@pytest.mark.usefixtures("store")
+def test_a_run_in_a_store_has_one_owner(tmp_path: Path) -> None:
+    address = f"{_ADDRESS}-owned"
+    held: list[list[str]] = []
     owner = threading.Thread(target=lambda: held.extend(run_ranks(_hold, 1, address, str(tmp_path))))
     owner.start()
     try:
@@ -170,7 +171,7 @@ def test_a_run_in_a_store_has_one_owner(store: S3, tmp_path: Path) -> None:
     assert held == [[f"{address}/step-00000000"]]
 
 
-def _race(address: str) -> list[bool]:
+def _race() -> list[bool]:
     """Each rank creates the same objects at the same moments."""
     from lockstep.checkpoint.object_store import ObjectStore
 
@@ -182,8 +183,9 @@ def _race(address: str) -> list[bool]:
     return made
 
 
-def test_of_ranks_that_create_one_object_one_does(store: S3) -> None:
-    by_rank = run_ranks(_race, 3, _ADDRESS)
+@pytest.mark.usefixtures("store")
+def test_of_ranks_that_create_one_object_one_does() -> None:
+    by_rank = run_ranks(_race, 3)
     assert [sum(made) for made in zip(*by_rank, strict=True)] == [1] * 20
 
 
@@ -195,7 +197,7 @@ def _own_memory() -> str:
     return str(caught.value)
 
 
-def test_ranks_that_see_different_stores_are_told(store: S3) -> None:
+def test_ranks_that_see_different_stores_are_told() -> None:
     said = run_ranks(_own_memory, 2)
     assert all("this rank does not see what rank 0 has just written there" in each for each in said)
     assert len(set(said)) == 1
@@ -255,9 +257,96 @@ def test_a_store_that_refuses_is_full_or_slow_is_an_error_on_every_rank_or_none(
     errors = [error for error, _, _ in found]
     assert errors[0] == errors[1]
     if words:
-        import re
-
         assert re.search(words, errors[0]), errors[0]
         assert found[0][1:] == ("step-00000002", ["step-00000002", "step-00000000"])
     else:
         assert found[0] == ("", "step-00000002", ["step-00000002", "step-00000001", "step-00000000"])
+
+
+# A server that is killed.
+
+
+def _save_under_fire(address: str, folder: str, rounds: int, width: int) -> list[str]:
+    """Save once in each round, during which the way to the store is killed; what became of each save."""
+    from lockstep.checkpoint.read import find_damage
+    from lockstep.checkpoint.run_folder import run_folder
+
+    world = lockstep.init()
+    model, optimizer, loader = _parts(width)
+    for inputs, targets in loader:
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = lockstep.Checkpointer(address, model=model, optimizer=optimizer, loader=loader, keep=2)
+    saved.save()
+    last, outcomes = saved.step, []
+    for number in range(rounds):
+        saved.step += 1
+        _meet(world, folder, f"killing-{number}")
+        try:
+            saved.save()
+            outcomes.append("saved")
+            last = saved.step
+        except lockstep.CheckpointError as error:
+            outcomes.append("said" if "the store did not do it" in str(error) else str(error))
+        _meet(world, folder, f"mended-{number}")
+        there = run_folder(saved.folder).checkpoints()
+        assert [find_damage(each) for each in there] == [[]] * len(there)
+        assert f"step-{last:08d}" in [each.name for each in there], "what was saved is there"
+        assert there[0].name in (f"step-{last:08d}", f"step-{saved.step:08d}")
+        source = lockstep.load_weights(address, nn.Sequential(*_parts(width)[0].children())).source
+        assert source == there[0]
+    saved.save()
+    return outcomes
+
+
+def _meet(world: lockstep.World, folder: str, name: str) -> None:
+    """Ask the test to do something, and wait until it is done."""
+    world.barrier()
+    if world.is_main:
+        Path(folder, f"please-{name}").touch()
+    deadline = time.monotonic() + 120
+    while not Path(folder, f"done-{name}").exists():
+        assert time.monotonic() < deadline, name
+        time.sleep(0.01)
+
+
+def _answer(folder: Path, name: str, act: Callable[[], None], alive: threading.Thread) -> None:
+    deadline = time.monotonic() + 120
+    while not (folder / f"please-{name}").exists():
+        assert alive.is_alive(), f"the ranks have ended before {name}"
+        assert time.monotonic() < deadline, name
+        time.sleep(0.01)
+    act()
+    (folder / f"done-{name}").touch()
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.campaign)])
+def test_a_server_that_is_killed_in_the_middle_of_a_save_loses_nothing(
+    store: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int
+) -> None:
+    monkeypatch.setenv(knobs.TIMES, "0.1,lease=300,outage=1,request=20")
+    width = 20_000
+    made: list[list[str]] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            made.extend(run_ranks(_save_under_fire, 2, f"{_ADDRESS}-killed-{rounds}", str(tmp_path), rounds, width))
+        except BaseException as error:  # noqa: BLE001  (raised in the test's thread)
+            failed.append(error)
+
+    ranks = threading.Thread(target=run)
+    ranks.start()
+    whole = 3 * 4 * width * 9  # about the bytes of a save: parameters and two moments
+    try:
+        for number in range(rounds):
+            after = (number + 1) * whole // (rounds + 1)
+            _answer(tmp_path, f"killing-{number}", partial(store.kill_after, after), ranks)
+            _answer(tmp_path, f"mended-{number}", store.revive, ranks)
+    finally:
+        ranks.join()
+    if failed:
+        raise failed[0]
+    assert made[0] == made[1], "the same on every rank"
+    assert set(made[0]) == {"said"}, made[0]

@@ -214,7 +214,7 @@ def test_ranks_that_have_written_elsewhere_are_found_before_the_commit(
 
     monkeypatch.setattr(ObjectStore, "put", lose)
     made = _save(root, 2)
-    assert all("objects that ranks 1 have written are not where rank 0 looks" in str(error) for error in made)
+    assert all("objects that rank 1 has to have written are not where rank 0 looks" in str(error) for error in made)
     assert all(isinstance(error, lockstep.CheckpointError) for error in made)
     monkeypatch.undo()
     assert _names(root) == ["step-00000001"]

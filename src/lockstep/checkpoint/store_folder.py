@@ -44,7 +44,7 @@ from lockstep.checkpoint.object_store import AT_A_TIME, ObjectStore, StoreFailed
 from lockstep.checkpoint.plan import Block, Written
 from lockstep.checkpoint.stored import Extent, Span, Stored, object_name
 from lockstep.errors import CheckpointCorrupt, CheckpointError
-from lockstep.text import listed
+from lockstep.text import listed, which_ranks
 
 #: Bytes that are read ahead by one request, of which as many as may are under way at a time.
 _AHEAD = 4 * 2**20
@@ -235,8 +235,8 @@ class StoreDraft:
         if missing:
             ranks = sorted({int(name.split("-")[1]) for name in missing})
             raise CheckpointError(
-                f"{self._path}: objects that ranks {listed([*map(str, ranks)])} have written are not where rank "
-                f"0 looks for them ({listed(missing)}): do all ranks have the same store? A memory:// is one process's own"
+                f"{self._path}: objects that {which_ranks(ranks)} has to have written are not where rank 0 looks for "
+                f"them ({listed(missing)}): do all ranks have the same store? A memory:// is one process's own"
             )
 
     def discard(self) -> None:

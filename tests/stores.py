@@ -146,6 +146,10 @@ class S3:
         """The keys of all objects."""
         return re.findall(r"<Key>(.*?)</Key>", self._request("GET", "/bucket?list-type=2"))
 
+    def read(self, key: str) -> str:
+        """The content of an object."""
+        return self._request("GET", f"/bucket/{key}")
+
     def _request(self, method: str, path: str) -> str:
         connection = http.client.HTTPConnection("127.0.0.1", self._to, timeout=60)
         try:

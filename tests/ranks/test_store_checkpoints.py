@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep import knobs
 from tests.harness import run_ranks
+from tests.launching import run
 from tests.stores import S3, s3
 
 _ADDRESS = "s3://bucket/run"
@@ -33,12 +34,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
 
 
 @pytest.fixture
-def store(server: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
-    """A way to the server for the ranks of this test."""
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
+def store(server: S3) -> Iterator[S3]:
+    """The server, which answers as it should when the test begins."""
+    server.answer("")
     yield server
     server.answer("")
+
+
+def _on_ranks(store: S3, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call a function on ranks that find their way to the store."""
+    return run_ranks(_with_environment, ranks, store.environment, function, args)
+
+
+def _with_environment(environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    os.environ.update(environment)
+    return function(*args)
 
 
 def _parts(width: int = 8) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -77,10 +87,10 @@ def _train(folder: str, until: int, background: bool = False) -> tuple[int, list
 @pytest.mark.parametrize("background", [False, True], ids=["save", "async_save"])
 def test_a_run_resumes_from_a_store_with_the_same_bits(store: S3, ranks: int, *, background: bool) -> None:
     address = f"{_ADDRESS}-{ranks}-{background}"
-    first = run_ranks(_train, ranks, address, 8, background)
+    first = _on_ranks(store, ranks, _train, address, 8, background)
     assert not background or not first[0][2]
-    resumed = run_ranks(_train, ranks, address, 16, background)
-    straight = run_ranks(_train, ranks, f"{address}-straight", 16)
+    resumed = _on_ranks(store, ranks, _train, address, 16, background)
+    straight = _on_ranks(store, ranks, _train, f"{address}-straight", 16)
     assert [step for step, _, _ in resumed] == [16] * ranks
     assert resumed[0][1] == straight[0][1], "bit for bit"
     kept = {key.split("/")[1] for key in store.objects() if key.startswith(f"run-{ranks}-{background}/step-")}
@@ -106,12 +116,11 @@ def _looks(address: str, folder: str) -> list[tuple[str, int, str]]:
     return [(source, int(same), ""), *((each.stdout, each.exit_code, each.stderr) for each in done)]
 
 
-@pytest.mark.usefixtures("store")
-def test_commands_look_at_a_store_as_at_a_disk(tmp_path: Path) -> None:
+def test_commands_look_at_a_store_as_at_a_disk(store: S3, tmp_path: Path) -> None:
     address = f"{_ADDRESS}-looked-at"
-    run_ranks(_train, 2, address, 4)
-    ((source, same, _), ls, verify, show, export, prune, as_json, nothing), *_ = run_ranks(
-        _looks, 1, address, str(tmp_path)
+    _on_ranks(store, 2, _train, address, 4)
+    ((source, same, _), ls, verify, show, export, prune, as_json, nothing), *_ = _on_ranks(
+        store, 1, _looks, address, str(tmp_path)
     )
     assert (source, same) == (f"{address}/step-00000004", 1)
     assert [each[1] for each in (ls, verify, show, export, prune, as_json)] == [0] * 6, (
@@ -152,17 +161,16 @@ def _hold(address: str, other: str) -> list[str]:
     return [str(saved.save())]
 
 
-@pytest.mark.usefixtures("store")
-def test_a_run_in_a_store_has_one_owner(tmp_path: Path) -> None:
+def test_a_run_in_a_store_has_one_owner(store: S3, tmp_path: Path) -> None:
     address = f"{_ADDRESS}-owned"
     held: list[list[str]] = []
-    owner = threading.Thread(target=lambda: held.extend(run_ranks(_hold, 1, address, str(tmp_path))))
+    owner = threading.Thread(target=lambda: held.extend(_on_ranks(store, 1, _hold, address, str(tmp_path))))
     owner.start()
     try:
         deadline = time.monotonic() + 120
         while not (tmp_path / "held").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        refused = run_ranks(_two_at_once, 2, address)
+        refused = _on_ranks(store, 2, _two_at_once, address)
     finally:
         (tmp_path / "asked").touch()
         owner.join()
@@ -183,9 +191,8 @@ def _race() -> list[bool]:
     return made
 
 
-@pytest.mark.usefixtures("store")
-def test_of_ranks_that_create_one_object_one_does() -> None:
-    by_rank = run_ranks(_race, 3)
+def test_of_ranks_that_create_one_object_one_does(store: S3) -> None:
+    by_rank = _on_ranks(store, 3, _race)
     assert [sum(made) for made in zip(*by_rank, strict=True)] == [1] * 20
 
 
@@ -253,7 +260,7 @@ def test_a_store_that_refuses_is_full_or_slow_is_an_error_on_every_rank_or_none(
     store: S3, how: str, words: str
 ) -> None:
     address = f"{_ADDRESS}-{how.replace(' ', '-')}"
-    found = run_ranks(_save_while, 2, address, how, str(store.folder))
+    found = _on_ranks(store, 2, _save_while, address, how, str(store.folder))
     errors = [error for error, _, _ in found]
     assert errors[0] == errors[1]
     if words:
@@ -323,12 +330,8 @@ def _answer(folder: Path, name: str, act: Callable[[], None], alive: threading.T
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.campaign)])
-def test_a_server_that_is_killed_in_the_middle_of_a_save_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int
-) -> None:
+def test_a_server_that_is_killed_in_the_middle_of_a_save_loses_nothing(tmp_path: Path, rounds: int) -> None:
     with s3(tmp_path) as store:
-        for name, value in store.environment.items():
-            monkeypatch.setenv(name, value)
         made = _kill_at_each(store, tmp_path, rounds)
     assert made[0] == made[1], "the same on every rank"
     assert set(made[0]) == {"said"}, made[0]
@@ -340,13 +343,15 @@ def _kill_at_each(store: S3, tmp_path: Path, rounds: int) -> list[list[str]]:
     made: list[list[str]] = []
     failed: list[BaseException] = []
 
-    def run() -> None:
+    def run_all() -> None:
         try:
-            made.extend(run_ranks(_save_under_fire, 2, f"{_ADDRESS}-killed-{rounds}", str(tmp_path), rounds, width))
+            made.extend(
+                _on_ranks(store, 2, _save_under_fire, f"{_ADDRESS}-killed-{rounds}", str(tmp_path), rounds, width)
+            )
         except BaseException as error:  # noqa: BLE001  (raised in the test's thread)
             failed.append(error)
 
-    ranks = threading.Thread(target=run)
+    ranks = threading.Thread(target=run_all)
     ranks.start()
     whole = 3 * 4 * width * 9  # about the bytes of a save: parameters and two moments
     try:
@@ -359,3 +364,51 @@ def _kill_at_each(store: S3, tmp_path: Path, rounds: int) -> list[list[str]]:
     if failed:
         raise failed[0]
     return made
+
+
+# Jobs.
+
+_ENDS = """
+import lockstep
+from torch import nn
+
+world = lockstep.init()
+saved = lockstep.Checkpointer("s3://bucket/run-ended", model=nn.Linear(3, 3))
+saved.async_save()
+print("trained", flush=True)
+"""
+
+_DIES = """
+import os, signal
+import lockstep
+from torch import nn
+
+world = lockstep.init()
+saved = lockstep.Checkpointer("s3://bucket/run-died", model=nn.Linear(3, 3))
+found = saved.restore()
+if found is None:
+    saved.save()
+    if world.is_main:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier()
+print("resumed from", found.folder, flush=True)
+"""
+
+
+def test_a_process_that_ends_waits_for_its_save_to_a_store_and_lets_go(store: S3, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_ENDS)
+    store.answer("slow 0.3")
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True, **store.environment)
+    assert done.code == 0, done
+    assert "run-ended/step-00000000/manifest.json" in store.objects()
+    assert '"released": true' in store.read("run-ended/owner-00000001.json")
+
+
+def test_a_job_goes_on_at_once_after_its_owner_was_killed(store: S3, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_DIES)
+    environment = store.environment | {knobs.TIMES: "1,lease=3000"}
+    command = ["lockstep", "run", "-n", "2", "--max-restarts", "1", "train.py"]
+    done = run(command, tmp_path, torch=True, **environment)
+    assert done.code == 0, done
+    assert done.out.count("resumed from s3://bucket/run-died/step-00000000") == 2
+    assert '"released": true' in store.read("run-died/owner-00000002.json")

@@ -138,6 +138,7 @@ class Lease:
     def release(self) -> None:
         """Let another job have the folder; a second call does nothing."""
         self._release()
+        self._tenure.wait_for_end()
 
 
 def term_here(root: StorePath) -> int:
@@ -165,10 +166,15 @@ class _Tenure:
     """This process's term as the owner of one folder, shared by its Leases, and the thread that gives signs of life."""
 
     _all: ClassVar[dict[str, _Tenure]] = {}
+    #: Those that nobody uses any more, and that are about to say so in the store.
+    _ending: ClassVar[list[_Tenure]] = []
+    #: Held while the store is asked for a term, which takes its time.
+    _taking = threading.Lock()
+    #: Never held while anything is awaited: a Lease may be dropped in any thread, also in the store's own.
     _guard = threading.RLock()
 
     def __init__(self, root: StorePath) -> None:
-        self._root, self._users, self._pid = root, 0, os.getpid()
+        self._root, self._users, self._pid = root, 1, os.getpid()
         self._store = ObjectStore.opened(root.scheme)
         self._beat = knobs.times().lease_beat
         self._sign = Sign(Owner.this_process(), secrets.token_hex(8))
@@ -190,11 +196,15 @@ class _Tenure:
 
     @classmethod
     def shared(cls, root: StorePath) -> _Tenure:
-        with cls._guard:
-            tenure = cls.here(root)
-            if tenure is None:
-                tenure = cls._all[str(root)] = cls(root)
-            tenure._users += 1
+        with cls._taking:
+            with cls._guard:
+                tenure = cls.here(root)
+                if tenure is not None:
+                    tenure._users += 1
+                    return tenure
+            tenure = cls(root)
+            with cls._guard:
+                cls._all[str(root)] = tenure
             return tenure
 
     def check(self) -> None:
@@ -216,7 +226,12 @@ class _Tenure:
             self._sign = replace(self._sign, beat=beat)
             # A save says so, if the store is still away then; and if it takes long, another job may come.
             with suppress(StoreFailed):
-                self._store.put(_key(self._root, self.term), self._sign.to_json())
+                self._store.put(_key(self._root, self.term), self._sign.to_json(), again=False)
+        try:
+            self._store.put(_key(self._root, self.term), replace(self._sign, released=True).to_json())
+        except StoreFailed as error:  # what was saved is safe
+            limit = as_duration(knobs.times().lease)
+            print(f"lockstep: {error}; another job can have {self._root} after {limit}", file=sys.stderr, flush=True)
 
     def let_go(self, pid: int) -> None:
         if os.getpid() != pid:
@@ -226,24 +241,29 @@ class _Tenure:
             if not self._users:
                 self._end()
 
+    def wait_for_end(self) -> None:
+        """Wait until the store knows that the folder was released; at once if others use it."""
+        if self._over.is_set():
+            self._signs.join()
+
     @classmethod
     def let_all_go(cls) -> None:
         """Release the folders of this process while its threads can still talk to a store."""
         with cls._guard:
             for tenure in [*cls._all.values()]:
-                if tenure._pid == os.getpid() and tenure._users:
+                if tenure._pid == os.getpid():
                     tenure._users = 0
                     tenure._end()
+            ending = [*cls._ending]
+        for tenure in ending:
+            if tenure._pid == os.getpid():
+                tenure.wait_for_end()
 
     def _end(self) -> None:
+        """Have the thread release the folder. ``_guard`` is held."""
         self._all.pop(str(self._root), None)
+        self._ending[:] = [one for one in self._ending if one._signs.is_alive()] + [self]
         self._over.set()
-        self._signs.join()
-        try:
-            self._store.put(_key(self._root, self.term), replace(self._sign, released=True).to_json())
-        except StoreFailed as error:  # what was saved is safe
-            limit = as_duration(knobs.times().lease)
-            print(f"lockstep: {error}; another job can have {self._root} after {limit}", file=sys.stderr, flush=True)
 
 
 def _take(store: ObjectStore, root: StorePath, sign: Sign) -> int:

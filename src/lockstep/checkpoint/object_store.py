@@ -118,9 +118,14 @@ class ObjectStore:
 
         return self._within_bucket(f"creating {self.address(key)}", attempt)
 
-    def put(self, key: str, content: bytes) -> None:
-        """Write an object, which this process alone writes."""
-        self._within_bucket(f"writing {self.address(key)}", lambda: self._do("pipe_file", key, content))
+    def put(self, key: str, content: bytes, *, again: bool = True) -> None:
+        """Write an object, which this process alone writes.
+
+        Args:
+            key, content: its key, and what it is to hold.
+            again: False: try once.
+        """
+        self._within_bucket(f"writing {self.address(key)}", lambda: self._do("pipe_file", key, content), again=again)
 
     def get(self, key: str) -> bytes:
         """Read an object.

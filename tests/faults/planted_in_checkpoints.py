@@ -8,6 +8,7 @@ _CRASHES = ("tests/faults/test_crash_states.py",)
 _DAMAGE = ("tests/faults/test_damage.py",)
 _HOSTILE = ("tests/unit/test_hostile_checkpoints.py",)
 _SHARING = ("tests/unit/test_sharing.py",)
+_STORES = ("tests/unit/test_stores.py",)
 
 CHECKPOINT_FAULTS = [
     Fault(
@@ -120,5 +121,63 @@ CHECKPOINT_FAULTS = [
         "yield block.start + start, piece",
         "yield start, piece",
         ("tests/ranks/test_checkpointer.py",),
+    ),
+    Fault(
+        "a commit in a store replaces what is there",
+        "checkpoint/object_store.py",
+        'self._do("pipe_file", key, content, mode="create")',
+        'self._do("pipe_file", key, content)',
+        _STORES,
+    ),
+    Fault(
+        "a creation whose answer was lost counts as another's",
+        "checkpoint/object_store.py",
+        "                return there == content\n",
+        "                return False\n",
+        _STORES,
+    ),
+    Fault(
+        "the objects of an old checkpoint in a store go before its manifest",
+        "checkpoint/store_folder.py",
+        '        self._store.remove([f"{self._key(name)}/{MANIFEST}"])\n'
+        '        self._store.remove(f"{self._key(name)}/{other}" for other in objects if other != MANIFEST)\n',
+        '        self._store.remove(f"{self._key(name)}/{other}" for other in objects if other != MANIFEST)\n'
+        '        self._store.remove([f"{self._key(name)}/{MANIFEST}"])\n',
+        _STORES,
+    ),
+    Fault(
+        "the drafts of a displaced owner are not ended",
+        "checkpoint/store_folder.py",
+        'not self._store.create(f"{self._key(name)}/{MANIFEST}", b"")',
+        "not objects",
+        _STORES,
+    ),
+    Fault(
+        "an owner does not see that its term is over",
+        "checkpoint/lease.py",
+        "        if number == [self.term]:\n",
+        "        if number:\n",
+        _STORES,
+    ),
+    Fault(
+        "a silent owner keeps a folder in a store for ever",
+        "checkpoint/lease.py",
+        "        elif waited > times.lease:\n            return\n",
+        "        elif waited > times.lease:\n            raise CheckpointError(f'{root} belongs to another job')\n",
+        _STORES,
+    ),
+    Fault(
+        "a checkpoint in a store is taken though objects are missing",
+        "checkpoint/store_folder.py",
+        "        self._refuse_missing(manifest)\n",
+        "",
+        _STORES,
+    ),
+    Fault(
+        "a checkpoint that is removed while it is read counts as damaged",
+        "checkpoint/read.py",
+        "            if isinstance(error, CheckpointError):  # damage",
+        "            if isinstance(error, CheckpointCorrupt):  # damage",
+        _STORES,
     ),
 ]

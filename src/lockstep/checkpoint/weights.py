@@ -71,8 +71,9 @@ def load_weights(
     ``_orig_mod.``, before or within them) make no difference, neither in the file nor in the model.
 
     Args:
-        path: the folder of a run (its newest complete and sound checkpoint is taken), the folder of one checkpoint, a
-            ``.safetensors`` file, or a file from ``torch.save`` of a state dict, or of a dict that has one under
+        path: the folder of a run (its newest complete and sound checkpoint is taken) or of one checkpoint, also in an
+            object store (``s3://bucket/run``). On a disk also a ``.safetensors`` file, or a file from ``torch.save`` of
+            a state dict, or of a dict that has one under
             ``model_state_dict``, ``state_dict`` or ``model``. Or a folder that Hugging Face's libraries wrote (a
             model's, a snapshot in their cache, one of accelerate's ``save_state``): ``model.safetensors`` goes before
             ``pytorch_model.bin``, either whole or in shards; or the index of the shards
@@ -88,7 +89,7 @@ def load_weights(
         CheckpointCorrupt: a digest does not match, a file is truncated, or an index contradicts its shards.
         CheckpointError: there is nothing to load there, a shard is missing, loading it would need to run code from the
             file (with torch's advice), or the model is sharded or on the meta device.
-        ValueError: the path is a URL.
+        ValueError: the path is a URL of a file, or an address without a bucket.
     """
     target = bare(model)
     _refuse_targets(target)

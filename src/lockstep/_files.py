@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import LockstepError
 
@@ -59,6 +61,31 @@ def local_path(given: str | os.PathLike[str], what: str) -> Path:
         f"{what}={text}: this is {kind}, but lockstep reads and writes only file systems of this machine: give the "
         "path of a folder or file there, such as where the storage is mounted"
     )
+
+
+def redirect(cls: Any, name: str, home: Path) -> None:
+    """Have instances of ``cls`` write below ``home`` what they would write at the path that they are given.
+
+    Args:
+        cls: the class.
+        name: the name of its first argument, the path; a value that is no path is left alone.
+        home: a folder.
+    """
+    begin = cls.__init__
+
+    @functools.wraps(begin)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        place = args[0] if args else options.get(name)
+        if isinstance(place, (str, os.PathLike)):
+            moved = home / os.path.abspath(place).lstrip("/")
+            moved.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if args:
+                args = (moved, *args[1:])
+            else:
+                options[name] = moved
+        begin(self, *args, **options)
+
+    cls.__init__ = init
 
 
 def write_whole(path: str | Path, data: str | bytes) -> None:

@@ -39,6 +39,7 @@ def test_there_are_six_commands_three_of_them_groups() -> None:
             "runs top",
             "runs stack",
             "runs compare",
+            "runs bisect",
             "runs batch",
             "runs report",
             "runs plan",

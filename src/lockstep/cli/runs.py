@@ -280,6 +280,29 @@ def compare(a: str, b: str, fail_over: str | None, as_json: bool) -> None:
         sys.exit(1)
 
 
+@runs.command(short_help="Find where two runs part.")
+@click.argument("a")
+@click.argument("b")
+@AS_JSON
+def bisect(a: str, b: str, as_json: bool) -> None:
+    """Find the first step after which two runs differ, and whether they had other samples before.
+
+    Every now and then a run records digests of its parameters and its optimizers' state, at steps that all runs have in
+    common. A and B are names of runs, their numbers in the list that lockstep runs prints, or their folders.
+
+    The exit code is 0 if the runs are equal in all steps that both have digests of, and 1 if they part.
+    """
+    from lockstep.tools.again import bisect as bisecting
+
+    with errors():
+        found = bisecting.bisect(*map(_chosen, (a, b)))
+    if as_json:
+        print_json("runs.bisect", found.to_json())
+    else:
+        click.echo(found.describe())
+    sys.exit(0 if found.kind is bisecting.Parting.NOTHING else 1)
+
+
 @runs.command(short_help="Show the samples of a step.")
 @takes_run
 @click.option("--step", type=int, metavar="N", help="Number of the step, from 1, as in logs and names of checkpoints.")

@@ -23,9 +23,10 @@ from lockstep.job.files import JobFiles
 #: left out because its averaged gradients were not finite, with its number and whose gradients it came from; global
 #: batches were divided by cost, with their number, and the cost of the dearest rank added up over them: as it was, with
 #: equal numbers of samples, and if they could be divided exactly; a
-#: loader's settings when it is used first, and when they change; a pass over it, as data/pass_notes.py says.
+#: loader's settings when it is used first, and when they change; a pass over it, as data/pass_notes.py says; digests
+#: of what rank 0's replicas hold after a step, as ddp/digest_chain.py says.
 CHECKPOINT, LOG, NONFINITE, UNWRITTEN, FLOPS = "checkpoint", "log", "nonfinite", "unwritten", "flops"
-LEFT_OUT, COSTS, LOADER, PASS = "left out", "costs", "loader", "pass"
+LEFT_OUT, COSTS, LOADER, PASS, DIGESTS = "left out", "costs", "loader", "pass", "digests"
 
 
 def unwritten(rank: int, why: str) -> str:

@@ -20,6 +20,7 @@ from lockstep.job.files import EXIT_SAVED
 from lockstep.job.notes import (
     CHECKPOINT,
     COSTS,
+    DIGESTS,
     FLOPS,
     LEFT_OUT,
     LOADER,
@@ -32,7 +33,7 @@ from lockstep.job.notes import (
 )
 from lockstep.job.page import Phase
 from lockstep.job.summary import RunSummary
-from lockstep.runs import loaders
+from lockstep.runs import digests, loaders
 from lockstep.runs.homes import reference
 from lockstep.runs.series import SeriesWriter
 from lockstep.text import counted
@@ -291,6 +292,8 @@ class Recorder:
             elif note["is"] in (LOADER, PASS) and self._start is not None:
                 add = loaders.add_loader if note["is"] == LOADER else loaders.add_pass
                 add(self._start.setdefault("loaders", []), note)
+            elif note["is"] == DIGESTS and self._start is not None:
+                digests.add_digests(self._start, note)
             elif note["is"] == UNWRITTEN:
                 self._tell(unwritten(note["rank"], note["why"]))
         return bool(notes)

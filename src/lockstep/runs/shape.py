@@ -94,6 +94,7 @@ _START = _Object(
         **dict.fromkeys(("steps", "restarts"), _WHOLE),
         "before": _OrNone(_WHOLE),
         "loaders": _Many(_LOADER),
+        "digests": _Named(_Many(_TEXT)),
     },
 )
 _RANKS = _Named(_Object({"seconds": _NUMBERS}, {"memory": _OrNone(_NUMBER)}))

@@ -29,12 +29,16 @@ def in_words(value: Mapping[str, Any]) -> str:
     name = f"{value['path']}: " if value["path"] else ""
     if value["shape"] is None:
         return f"{name}{value['text']}"
-    words = f"{name}{value['dtype']} {value['shape']}"
-    if value["low"] is not None:
-        same = value["low"] == value["high"]
-        words += f", {value['low']:.4g}" if same else f", {value['low']:.4g} to {value['high']:.4g}"
-        words += "" if same else f", mean {value['mean']:.4g}"
+    words = " ".join([f"{name}{value['dtype']}", *([str(value["shape"])] if value["shape"] else [])])
+    low, high = value["low"], value["high"]
+    if low is not None:
+        between = f", {_figure(low)} to {_figure(high)}, mean {_figure(value['mean'])}"
+        words += f"{',' if value['shape'] else ''} {_figure(low)}" if low == high else between
     return words + (f", {value['nonfinite']:,} NaN or infinite" if value["nonfinite"] else "")
+
+
+def _figure(number: float) -> str:
+    return str(int(number)) if number.is_integer() and abs(number) < 2**53 else f"{number:.4g}"
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

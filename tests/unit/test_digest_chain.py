@@ -14,6 +14,7 @@ from torch import nn
 from lockstep import knobs
 from lockstep.cli import main
 from lockstep.ddp import digest_chain
+from lockstep.ddp.digest import watch_optimizers
 from lockstep.ddp.digest_chain import DigestChain, DigestedReplica
 from lockstep.job import flight
 from lockstep.job.notes import Notes
@@ -134,7 +135,7 @@ def test_digests_depend_on_bits_of_parameters_and_of_state_and_on_nothing_else(
         model = nn.Linear(3, 2)
         replica = DigestedReplica([*model.named_parameters()])
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-        digest_chain.watch_optimizers()
+        watch_optimizers()
         model(torch.ones(4, 3)).sum().backward()
         optimizer.step()
         if nudge:

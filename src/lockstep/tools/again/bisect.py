@@ -192,7 +192,7 @@ def _differences(a: Run, b: Run) -> Iterator[str]:
 def _facts(a: Run, b: Run) -> Iterator[tuple[str, object, object]]:
     yield "the program and its arguments", a.program, b.program
     yield "ranks", a.world_size, b.world_size
-    yield "seeds of the loaders", *(_seeds(run) for run in (a, b))
+    yield "seeds of the loaders", _seeds(a), _seeds(b)
     yield "lockstep", a.about.get("lockstep"), b.about.get("lockstep")
     one, other = (run.about.get("environment") or {} for run in (a, b))
     for name in ("python", "torch", "processor", "gpus", "variables"):

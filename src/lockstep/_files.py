@@ -63,6 +63,11 @@ def local_path(given: str | os.PathLike[str], what: str) -> Path:
     )
 
 
+def redirected(home: Path, path: str | os.PathLike[str]) -> Path:
+    """Return the path below ``home`` that stands for ``path``, as :func:`redirect` has it."""
+    return home / os.path.abspath(path).lstrip("/")
+
+
 def redirect(cls: Any, name: str, home: Path) -> None:
     """Have instances of ``cls`` write below ``home`` what they would write at the path that they are given.
 
@@ -77,7 +82,7 @@ def redirect(cls: Any, name: str, home: Path) -> None:
     def init(self: Any, *args: Any, **options: Any) -> None:
         place = args[0] if args else options.get(name)
         if isinstance(place, (str, os.PathLike)):
-            moved = home / os.path.abspath(place).lstrip("/")
+            moved = redirected(home, place)
             moved.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             if args:
                 args = (moved, *args[1:])

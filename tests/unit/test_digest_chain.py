@@ -203,15 +203,15 @@ def test_what_the_command_prints(tmp_path: Path) -> None:
     none = _recorded(tmp_path / "none", {})
     far = _recorded(tmp_path / "far", {8: ("a", "b")})
 
-    def told(*folders: Path, code: int, schema: str = "lockstep.runs.bisect/1") -> Any:
+    def told(*folders: Path, code: int) -> str:
         done = CliRunner().invoke(main, ["runs", "bisect", *map(str, folders), "--json"])
         assert done.exit_code == code, done.output
-        return holds(done.stdout, schema)
+        return done.stdout
 
-    assert told(one, one, code=0)["code"] == "runs-equal"
-    parted = told(one, other, code=1)
+    assert holds(told(one, one, code=0), "lockstep.runs.bisect/1")["code"] == "runs-equal"
+    parted = holds(told(one, other, code=1), "lockstep.runs.bisect/1")
     assert (parted["code"], parted["equal_at"], parted["differ_at"]) == ("runs-part-parameters", 2, 4)
     for second, why in ((none, "none has no digests"), (far, "and of none both")):
-        error = told(one, second, code=2, schema="lockstep.error/1")
+        error = holds(told(one, second, code=2), "lockstep.error/1")
         assert error["code"] == "nothing-in-common"
         assert why in error["message"]

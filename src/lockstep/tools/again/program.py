@@ -46,7 +46,9 @@ class CannotRepeat(LockstepError):
     code = "cannot-repeat"
 
 
-def ask(run: Run, request: Mapping[str, Any]) -> dict[str, Any]:
+def ask(
+    run: Run, request: Mapping[str, Any], *, interactive: bool = False, threads: int | None = None
+) -> dict[str, Any]:
     """Run the program of a run up to what a request asks, and return its answer.
 
     What the program prints goes to standard error.
@@ -54,6 +56,8 @@ def ask(run: Run, request: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         run: the record.
         request: what within.py is asked, in JSON's types.
+        interactive: let the program have standard input and output, for a debugger.
+        threads: that it computes with, unless the environment says; None: as a process of its own has.
 
     Raises:
         CannotRepeat: the program is not there, failed, or has ended without an answer.
@@ -65,9 +69,9 @@ def ask(run: Run, request: Mapping[str, Any]) -> dict[str, Any]:
         done = subprocess.run(
             [*_COMMAND, str(asked), *words],
             cwd=directory,
-            env=_environment(run),
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr.fileno(),
+            env=_environment(run, threads),
+            stdin=None if interactive else subprocess.DEVNULL,
+            stdout=None if interactive else sys.stderr.fileno(),
             preexec_fn=functools.partial(processes.die_with_parent, os.getpid()),
             check=False,
         )
@@ -99,10 +103,12 @@ def _directory(run: Run) -> Path:
     return directory
 
 
-def _environment(run: Run) -> dict[str, str]:
+def _environment(run: Run, threads: int | None) -> dict[str, str]:
     """Return the environment of a process that is no rank, with the variables of lockstep's that the run had."""
     recorded = (run.about.get("environment") or {}).get("variables") or {}
     had = {name: value for name, value in recorded.items() if name in (knobs.BACKEND, knobs.TRACEBACK)}
+    if threads is not None:
+        had["OMP_NUM_THREADS"] = str(threads)
     return {**had, **{name: value for name, value in os.environ.items() if name not in _OF_A_RANK}}
 
 

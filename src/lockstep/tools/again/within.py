@@ -5,6 +5,7 @@ See Note [The program again] in program.py.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -23,13 +24,23 @@ def main(words: list[str]) -> None:
         del sys.path[0]
     _keep_apart(Path(request["folder"], "saved"))
     _be_all_ranks()
-    from lockstep.tools.again import asked
+    run = functools.partial(_run, words[1:])
+    if "replay" in request:
+        from lockstep.tools.again import replayed
 
-    asked.listen(request)
-    if words[1] == "-m":
-        program.run_module(words[2], words[3:])
+        replayed.run(request, run)
     else:
-        program.run_script(words[1], words[2:])
+        from lockstep.tools.again import asked
+
+        asked.listen(request)
+        run()
+
+
+def _run(words: list[str]) -> None:
+    if words[0] == "-m":
+        program.run_module(words[1], words[2:])
+    else:
+        program.run_script(words[0], words[1:])
 
 
 def _keep_apart(folder: Path) -> None:

@@ -66,7 +66,7 @@ def run(request: Mapping[str, Any], program: Callable[[], None]) -> None:
         request: ``replay`` with ``step``, ``rank``, ``world_size``, ``debug`` and ``wanted``; and ``folder``.
         program: becomes the program.
     """
-    watch = _Watch(request)
+    watch = _StepWatch(request)
     watch.listen()
     try:
         program()
@@ -81,7 +81,7 @@ def run(request: Mapping[str, Any], program: Callable[[], None]) -> None:
         raise
 
 
-class _Watch:
+class _StepWatch:
     """Looks at one step of this process."""
 
     def __init__(self, request: Mapping[str, Any]) -> None:

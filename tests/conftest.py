@@ -212,7 +212,7 @@ def _possessions() -> dict[str, set[str]]:
         "threads": {thread.name for thread in threading.enumerate()},
         "children": _children(),
         "descriptors": _descriptors(),
-        "shared memory": set(leaks.shared_memory()),
+        "shared memory": set(leaks.files()),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -276,6 +277,31 @@ def test_what_ranks_leave_is_found_and_ended(run: Run, pytester: pytest.Pytester
     )
     assert not gone_within([int(child.read_text())], 5.0)
     assert not Path("/dev/shm", memory.read_text()).exists()
+
+
+_BESIDE = """
+import os
+from multiprocessing import resource_tracker, shared_memory
+import pytest
+from lockstep.testing import leaks
+
+@pytest.mark.ranks(2)
+def test_runs_beside_one_that_leaves_memory(world, tmp_path):
+    if world.rank == 1:
+        leaks.sign(int(os.environ["ANOTHER_SESSION"]))
+        memory = shared_memory.SharedMemory(create=True, size=64)
+        resource_tracker.unregister("/" + memory.name, "shared_memory")
+        (tmp_path.parent / "memory").write_text(memory.name)
+"""
+
+
+def test_what_the_tests_of_another_session_leave_is_left_to_it(
+    run: Run, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANOTHER_SESSION", str(os.getppid()))
+    run(_BESIDE, "--basetemp", str(pytester.path / "temporary")).assert_outcomes(passed=1)
+    (memory,) = pytester.path.rglob("memory")
+    Path("/dev/shm", memory.read_text()).unlink()
 
 
 _ABANDONED = """

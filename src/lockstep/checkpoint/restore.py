@@ -80,6 +80,8 @@ def find(
         state.refuse_malformed_rng(contents.parts.get("rng"), count=ranks, where=str(folder / "rng.json"))
         if "gradients" in contents.parts:
             state.refuse_malformed_orders(contents.parts["gradients"], where=str(folder / "gradients.json"))
+        if "precision" in contents.parts:
+            state.refuse_malformed_precision(contents.parts["precision"], where=str(folder / "precision.json"))
         run.refuse_other(contents, world_size=world.world_size)
         return contents
 

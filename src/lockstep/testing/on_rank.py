@@ -16,6 +16,7 @@ from _pytest.config import create_terminal_writer
 
 from lockstep import knobs, tracebacks
 from lockstep.launch.policy import is_echo
+from lockstep.testing import leaks
 
 if TYPE_CHECKING:
     import warnings
@@ -42,6 +43,8 @@ _REMEMBER = ("lfplugin", "nfplugin", "stepwiseplugin")
 class ItemOrder:
     """The test that the ranks are to run, and what their pytest is to know of the one that was started."""
 
+    #: The process id of that pytest.
+    session: int
     #: As on pytest's command line: the file, and the names in it.
     argument: str
     #: Fixture -> its pickled value, which the ranks have in common.
@@ -89,6 +92,7 @@ def is_failure(report: RankReport | None) -> bool:
 
 def run_item(rank: int, order: ItemOrder) -> RankReport:
     """Run a test on this rank, and return what there is to say of it; called in the rank."""
+    leaks.sign(order.session)
     observer = _Observer(rank, order)
     try:
         code = _run(observer, order)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import sys
 import warnings
@@ -124,7 +125,8 @@ class RanksSession:
         """Run a test on its ranks. Raises what pytest takes for a failed, skipped or expectedly failed test."""
         limit = mark.limit or self._limit
         shared = _pickled(item.funcargs, item.fixturenames)
-        order = ItemOrder(_argument(item), shared, self._parsed(), getattr(self._config, "workerinput", None))
+        worker = getattr(self._config, "workerinput", None)
+        order = ItemOrder(os.getpid(), _argument(item), shared, self._parsed(), worker)
         call = RankCall(
             on_rank.run_item,
             (order,),
@@ -134,7 +136,7 @@ class RanksSession:
             env={} if case.backend is None else {knobs.BACKEND: case.backend},
             captured=self._config.getoption("capture", "no") != "no",
         )
-        before = leaks.shared_memory()
+        before = leaks.files()
         try:
             self._team = self._team or Team((*_PRELOAD, *_plugins(self._config), *self._config.getini("ranks_preload")))
             result = self._team.run(call)

@@ -49,7 +49,7 @@ class RankPdb(pdb.Pdb):
         self.reset()
         with self._given(line_of_error(error)):
             self.message(tracebacks.text(error))
-            self.interaction(None, error if sys.version_info >= (3, 13) else error.__traceback__)  # type: ignore[arg-type]
+            self.interaction(None, error if sys.version_info >= (3, 13) else error.__traceback__)
 
     # pdb's own methods, each called where it stops -------------------------------------------------------------------
 

@@ -365,8 +365,10 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool, shared: bool =
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, SAVE))  # blocked since before the fork
         program()
+        hook.over()
         _begin_to_leave(this_process)
     except SystemExit as stop:
+        hook.over()
         code = _exit_code(stop)
         if code in (0, EXIT_SAVED):  # the page of one that failed keeps saying where
             _begin_to_leave(this_process)
@@ -377,6 +379,7 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool, shared: bool =
             raise  # Python prints what it is
         raise SystemExit(code) from None
     except BaseException as error:  # noqa: BLE001  (Python's own top level does the same)
+        hook.over()
         quit_at = hook.quit_at(error)
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) or quit_at is not None else 1
         if held and code == 1:

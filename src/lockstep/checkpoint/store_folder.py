@@ -42,7 +42,7 @@ from lockstep.checkpoint.locks import CheckpointGone, Owner
 from lockstep.checkpoint.manifest import Manifest, manifest_bytes
 from lockstep.checkpoint.object_store import AT_A_TIME, ObjectStore, StoreFailed
 from lockstep.checkpoint.plan import Block, Written
-from lockstep.checkpoint.stored import Extent, Span, Stored, object_name
+from lockstep.checkpoint.stored import Extent, ObjectRange, Stored, object_name
 from lockstep.errors import CheckpointCorrupt, CheckpointError
 from lockstep.text import listed, which_ranks
 
@@ -309,10 +309,10 @@ class _OpenObjects:
     def close(self) -> None:
         """Do nothing: nothing is held."""
 
-    def read(self, spans: Iterable[Span]) -> list[bytes]:
+    def read(self, spans: Iterable[ObjectRange]) -> list[bytes]:
         """Read some bytes of objects, side by side."""
 
-        def one(span: Span) -> bytes:
+        def one(span: ObjectRange) -> bytes:
             return self._store.get_range(f"{self._path.key}/{span.object}", span.start, span.stop)
 
         try:
@@ -390,11 +390,13 @@ class _OpenRanges:
                 found.setdefault(extent.rank, []).append(part)
         return found
 
-    def _spans(self, rank: int, start: int, stop: int) -> Iterator[Span]:
+    def _spans(self, rank: int, start: int, stop: int) -> Iterator[ObjectRange]:
         """Yield where some of a rank's bytes are, in pieces that are read at once."""
-        for span in [Span(MANIFEST, start, stop)] if self._places is None else self._places.spans(rank, start, stop):
+        for span in (
+            [ObjectRange(MANIFEST, start, stop)] if self._places is None else self._places.spans(rank, start, stop)
+        ):
             for begin in range(span.start, span.stop, _AHEAD):
-                yield Span(span.object, begin, min(span.stop, begin + _AHEAD))
+                yield ObjectRange(span.object, begin, min(span.stop, begin + _AHEAD))
 
 
 def _end(extent: Extent) -> int:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import bisect
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import PurePath
 from typing import ClassVar
 
@@ -73,8 +73,11 @@ class StoreFolder:
                     "If-None-Match), so a checkpoint could be written by two jobs at once: a newer version of the "
                     "store or of the fsspec package for it may do so; or mount it, and give the path"
                 )
-        finally:
-            self._store.remove([probe], again=False)
+        except StoreFailed:
+            with suppress(StoreFailed):  # the failure that led here is the one to report
+                self._store.remove([probe], again=False)
+            raise
+        self._store.remove([probe])
 
     def hold(self) -> Lease:
         """See the protocol. What dead saves have left can't become a checkpoint from here on."""

@@ -37,7 +37,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import optimizer as optimizers
 
 from lockstep import callsite
-from lockstep._files import redirected, write_whole
+from lockstep._files import StorePath, redirected, run_path, write_whole
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.api import Checkpointer
 from lockstep.checkpoint.locks import CheckpointGone, reading
@@ -46,7 +46,7 @@ from lockstep.data.fetch import Fetched, FetchingDataset, SliceKey
 from lockstep.data.loader import ShardedLoader
 from lockstep.data.mixing import mix
 from lockstep.data.steps import Step
-from lockstep.errors import named
+from lockstep.errors import LockstepError, named
 from lockstep.job import flight
 from lockstep.step.streams import RandomStreams
 from lockstep.tools.again.samples import Part, Wanted, parts_of
@@ -139,6 +139,11 @@ class _StepWatch:
         @functools.wraps(begin)
         def init(saved: Checkpointer, folder: Any, **options: Any) -> None:
             if isinstance(folder, (str, os.PathLike)):
+                if isinstance(run_path(folder, "folder"), StorePath):
+                    raise LockstepError(
+                        f"the checkpoints of this run are in a store ({folder}), and a replay continues from a folder "
+                        "on a disk only, which it can read without taking part in the run"
+                    )
                 _lay_out(Path(folder), redirected(self._folder / "saved", folder), before=self._step)
             begin(saved, folder, **options)
 

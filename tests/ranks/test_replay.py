@@ -180,6 +180,24 @@ def test_the_debugger_opens_in_the_step(tmp_path: Path) -> None:
     assert "<sharded loader of Points" in done.out
 
 
+def test_a_run_without_a_checkpointer_begins_anew(tmp_path: Path) -> None:
+    plain = _TRAINING.replace(
+        "saved = lockstep.Checkpointer(", "class Plain:\n    step = 0\nsaved = Plain()\nPlain.unused = ("
+    )
+    plain = plain.replace(
+        'unused = ("saved", model=model, optimizer=optimizer, loader=loader, keep=None)', "unused = ()"
+    )
+    plain = plain.replace("lockstep.Log(saved", "lockstep.Log('plain'").replace("saved.epochs(3)", "range(2)")
+    plain = plain.replace("        optimizer.step()", "        optimizer.step()\n        saved.step += 1")
+    (tmp_path / "train.py").write_text(plain.replace("saved.step in (5, 9)", "False"))
+    command = ["lockstep", "run", "-n", "2", "--log-dir", "logs", "train.py", "kept", "sliced"]
+    done = run(command, tmp_path, torch=True)
+    assert done.code == 0, done
+    told, _ = _asked(tmp_path, 9, "sliced")
+    assert told["resumed_from"] is None
+    assert told["losses"] == [loss for rank in range(2) for loss in _had(tmp_path, rank)[9]["losses"]]
+
+
 def test_an_error_in_the_step_is_answered_as_well(tmp_path: Path) -> None:
     _train(tmp_path, 2)
     train = tmp_path / "train.py"

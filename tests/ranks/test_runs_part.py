@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import lockstep
+from lockstep import knobs
+from lockstep.identity import Identity
+from lockstep.job import flight
+from lockstep.job.notes import Notes
 from lockstep.runs import history
 from lockstep.runs.digests import digests_of
 from lockstep.tools.again.bisect import Bisection, Parting, bisect
+from tests.backends import ON_GPUS
+from tests.harness import run_ranks
 from tests.launching import run
 
 _TRAINING = """
@@ -112,3 +123,37 @@ def test_the_command_tells_of_equal_runs_and_of_such_that_part(tmp_path: Path) -
         done = run(["lockstep", "runs", "bisect", "./a", str(second.path.parent), "--json"], tmp_path, torch=True)
         assert done.code == code, done
         assert json.loads(done.out)["code"] == ("runs-equal", "runs-part-parameters")[code]
+
+
+def _train_under(folder: str) -> list[dict[str, Any]]:
+    os.environ[knobs.JOB_DIR] = folder
+    identity = Identity.from_environment()
+    flight.take(folder, rank=identity.rank, world_size=identity.world_size)  # as a launcher's rank does
+    world = lockstep.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(world.device)
+    lockstep.replicate(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(20):
+        optimizer.zero_grad()
+        model(torch.full((4, 3), float(step + world.rank), device=world.device)).square().mean().backward()
+        optimizer.step()
+    found = Notes(folder).take() if world.is_main else []
+    return [{name: each[name] for name in ("step", "parameters", "state")} for each in found]
+
+
+@ON_GPUS
+def test_digests_on_each_kind_of_device_are_the_same_in_two_runs(each_backend: str, tmp_path: Path) -> None:
+    del each_backend
+    told = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        first, second = run_ranks(_train_under, 2, str(tmp_path / name))
+        assert second == [], "one rank takes digests for all"
+        told.append({each["step"]: (each["parameters"], each["state"]) for each in first})
+    one, other = told
+    common = one.keys() & other.keys()
+    assert {2, 4, 8} <= common, "of an accelerator those of the last step are told at the next"
+    assert all(one[step] == other[step] for step in common)
+    assert len({*one.values()}) == len(one), "each step changes both"
+    assert all(len(digest) == 8 for both in one.values() for digest in both)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
-from lockstep import accelerator, callsite, knobs
+from lockstep import accelerator, callsite
 from lockstep.comm.labels import compares_labels
 from lockstep.ddp.batches import BatchFlags
 from lockstep.ddp.digest_chain import DigestedReplica
@@ -26,6 +26,7 @@ from lockstep.ddp.rider import Rider
 from lockstep.ddp.same_batches import InputLook, SameBatches
 from lockstep.ddp.stepping import alerted
 from lockstep.ddp.unaveraged import Unaveraged
+from lockstep.job import flight
 from lockstep.step.share import Items
 from lockstep.step.slicing import SlicedStep
 from lockstep.text import counted, listed
@@ -65,7 +66,7 @@ class GradientChecks:
 
     def turn_to(self, module: nn.Module) -> None:
         """Compare the parameters that ``module`` has now, and record digests of them."""
-        if knobs.job_dir() is not None and dist.get_rank() == 0:
+        if flight.current.pages is not None and dist.get_rank() == 0:  # with a launcher, which keeps the record
             self._recorded = DigestedReplica(list(parameters_of(module)))
         if self.compares:
             if self.drift is None:

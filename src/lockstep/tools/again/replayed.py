@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim import optimizer as optimizers
 
 from lockstep import callsite
 from lockstep._files import StorePath, redirected, run_path, write_whole
@@ -118,9 +118,10 @@ class _StepWatch:
         self._follow_batches()
         if self._rank is not None:
             _draw_as(self._rank, self._world_size)
+        flight.watch_optimizers(optimizers)  # without a launcher nobody counts steps
         register_module_forward_pre_hook(self._forward_begins)
         register_module_forward_hook(self._forward_was, always_call=True)
-        register_optimizer_step_pre_hook(self._before_optimizer)
+        optimizers.register_optimizer_step_pre_hook(self._before_optimizer)
         backward = torch.autograd.backward
 
         @functools.wraps(backward)

@@ -88,6 +88,18 @@ class Times:
     #: The time that a client has to leave once told to: more than ``farewell``.
     leaving: float = _limit(7.0)
 
+    # Checkpoints in an object store.
+    #: The interval between two signs of life of a run's owner. Each is a request, and some stores bill those.
+    lease_beat: float = _pause(10.0)
+
+    #: The time without a sign of life of a run's owner after which another job may take its folder: long enough for a
+    #: busy machine and for an outage of the store that a save would survive.
+    lease: float = _limit(90.0)
+    #: The time for one request to a store: an object of 32 MiB passes a link of half a megabyte a second.
+    request: float = _limit(75.0)
+    #: The time after a request's first failure in which it is sent again: a store that is restarted is back by then.
+    outage: float = _limit(60.0)
+
     @classmethod
     def parse(cls, text: str) -> Times:
         """Return the times that ``[FACTOR][,NAME=SECONDS…]`` asks for.

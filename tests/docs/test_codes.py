@@ -27,6 +27,7 @@ SECTIONS = {
     "Why a rank failed": "FailureKind",
     "Ranks that hold up the others": "HangKind",
     "Verdicts of the summary": "Bottleneck",
+    "Where two runs part": "Parting",
     "Verify: the verdict": "FindingKind",
     "Verify: where runs begin to differ": "Stage",
     "Verify: why they differ": "Cause",

@@ -50,6 +50,12 @@ def test_nobody_failed() -> None:
     assert _outcome(_ending(0, 0, 1.0), _ending(1, 0, 2.0)).first is None
 
 
+def test_a_job_that_a_user_has_quit_is_told_by_where() -> None:
+    ending = _ending(1, 130, 1.0, raised="bdb.BdbQuit: train.py:3 in f", raised_at=0.9)
+    outcome = Outcome((_ending(0, -SIGTERM, 1.1), ending), _NOT_KNOWN, 2, quit_by=(1, "train.py:3 in f"))
+    assert stopped(outcome, SIGINT) == "ended at a breakpoint, on rank 1 (train.py:3 in f)"
+
+
 def test_the_exception_counts_from_when_it_was_raised() -> None:
     slow = _ending(1, 1, 9.0, raised="ValueError: cause", raised_at=5.0)
     quick = _ending(0, 1, 5.2, raised="KeyError: later", raised_at=5.1)

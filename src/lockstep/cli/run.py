@@ -93,6 +93,7 @@ from lockstep.text import NEXT
     metavar="STEPS[:FROM]",
     help="Record a trace of STEPS steps after the first FROM (default 10), to open in ui.perfetto.dev.",
 )
+@click.option("--pdb", is_flag=True, help="Hold the first rank that fails in its frame, in Python's debugger.")
 @click.option("--flops", is_flag=True, help="Count the FLOPs of one step, and say how many a second that makes.")
 @click.option(
     "--peak-flops",
@@ -144,6 +145,7 @@ def run(
     price: float | None,
     quiet: bool,
     trace: str | None,
+    pdb: bool,
     flops: bool,
     peak_flops: float | None,
     grace: float,
@@ -161,6 +163,8 @@ def run(
     rank fails, it is named, the others are stopped, and its exit code is returned. With --max-restarts all ranks are
     restarted, and a Checkpointer resumes from its newest complete checkpoint.
 
+    breakpoint() stops any rank, in the terminal; the others wait.
+
     On SIGTERM, Ctrl-C or when the terminal closes, a training with a Checkpointer finishes its step, saves and exits
     with code 75; run the same command again to resume. A second signal stops it at once. On SIGUSR1 it saves and
     continues.
@@ -177,6 +181,7 @@ def run(
     try:
         if hosts is not None:
             sys.exit(_run_on_hosts(hosts, given))
+        from lockstep.debugger.lender import find_terminal
         from lockstep.launch import report
         from lockstep.launch.binding import Bind
         from lockstep.launch.on_hang import OnHang
@@ -219,7 +224,12 @@ def run(
             rendezvous=None if place.rendezvous is None else replace(place.rendezvous, ranks=nproc),
             regroup_after=regroup_after,
             one_terminal=hosted,
+            hold=pdb,
         )
+        if pdb and find_terminal() is None:
+            raise ValueError(
+                "--pdb: standard input is not a terminal, so nobody could use the debugger (ssh -t has one)"
+            )
         if not (ranks or place.ranks or hosted or spec.quiet):
             report.say(report.ranks_by_default(nproc, cores=cores, gpus=gpus))
         sys.exit(run_job(spec))
@@ -266,6 +276,8 @@ def _run_on_hosts(hosts: str, given: dict[str, Any]) -> int:
     if given["trace"] is not None:
         _parse_trace(given["trace"])
     refuse_with_hosts(hosts, {_option(name): given[name] for name in _ELSEWHERE})
+    if given["pdb"]:
+        raise ValueError(f"--pdb with --hosts={hosts}: the hosts have no terminal; start the job on one of them")
     words = [f"{_option(name)}={given[name]}" for name in _EVERYWHERE if given[name] is not None]
     if not given["is_module"] and is_read_once(given["program"]):
         raise ValueError(

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
-from lockstep import accelerator, callsite
+from lockstep import accelerator, callsite, knobs
 from lockstep.comm.labels import compares_labels
 from lockstep.ddp.batches import BatchFlags
+from lockstep.ddp.digest_chain import DigestedReplica
 from lockstep.ddp.drift import DriftCheck
 from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.guard import StepGuard
@@ -52,6 +53,8 @@ class GradientChecks:
         self._guard: StepGuard | None = None
         self.finite: FiniteCheck | None = None
         self._unaveraged: Unaveraged | None = None
+        #: Has digests of the replica recorded; None: another rank's are, or there is no record.
+        self._recorded: DigestedReplica | None = None
         self._later: ReadLater | None = None
         #: Those who look at what the model is given.
         self.looks: list[InputLook] = []
@@ -61,7 +64,9 @@ class GradientChecks:
         self._kept_count = KeptCount(f"rank {dist.get_rank(group)} of {self._world_size}")
 
     def turn_to(self, module: nn.Module) -> None:
-        """Compare the parameters that ``module`` has now."""
+        """Compare the parameters that ``module`` has now, and record digests of them."""
+        if knobs.job_dir() is not None and dist.get_rank() == 0:
+            self._recorded = DigestedReplica(list(parameters_of(module)))
         if self.compares:
             if self.drift is None:
                 self.drift = DriftCheck(self._group, self._options.compared_within)
@@ -172,3 +177,4 @@ class GradientChecks:
         if self._unaveraged is not None:
             self._unaveraged.stop()
         self._kept_count.stop()
+        self._recorded = None

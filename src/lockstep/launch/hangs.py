@@ -42,7 +42,7 @@ _WORKS = 0.2
 #: The cells of a rank's page that launchers send each other.
 _COUNTS = (
     Cell.STEPS, Cell.SAMPLES, Cell.TOKENS, Cell.RUN_STEPS, Cell.DEVICE_MEMORY, Cell.DEVICE_SIZE, Cell.COLLECTED,
-    Cell.COLLECTIONS, Cell.FLOPS, Cell.FLOPS_SAMPLES, Cell.FLOPS_AT_PEAK, Cell.ON_DEVICE,
+    Cell.COLLECTIONS, Cell.FLOPS, Cell.FLOPS_SAMPLES, Cell.FLOPS_AT_PEAK, Cell.ON_DEVICE, Cell.DEBUGGER,
 )  # fmt: skip
 #: Seconds before ranks that were suspected, and turned out not to be late, are asked for their stacks again.
 _PAUSE = 60.0
@@ -146,7 +146,7 @@ class HangWatch:
     def glance(self, now: float) -> None:
         """See which of the ranks have moved, in some microseconds; to be called when it is due."""
         ranks = self._ranks
-        self._looker.look(self._pages.all(Cell.MARK)[ranks.start : ranks.stop], now)
+        self._looker.look(self._pages.all(Cell.MARK)[ranks.start : ranks.stop], now, debugging=self._pages.debugging)
         if self._ledger.is_due(now) and min(self._pages.all(Cell.STEPS)[ranks.start : ranks.stop]) > WARM:
             self._ledger.add(self.known(now), now=now, looks=self._looker.looks)
 
@@ -158,7 +158,11 @@ class HangWatch:
                 rank,
                 marks[rank - self._ranks.start],
                 {cell.name: self._pages.get(rank, cell) for cell in _COUNTS},
-                {Text.WAITS_IN.name: look.waits_in, Text.REASON.name: look.reason},
+                {
+                    Text.WAITS_IN.name: look.waits_in,
+                    Text.REASON.name: look.reason,
+                    Text.DEBUGGED_AT.name: look.debugged_at,
+                },
                 [round(seconds, 3) for seconds in progress[rank].seconds],
                 round(progress[rank].held, 3),
                 progress[rank].memory,
@@ -189,7 +193,8 @@ class HangWatch:
                 flops=self._pages.step_flops(rank),
             )
             before, look = self._others.get(rank), self._pages.look(rank)
-            moved = before.moved if before is not None and before.look.mark == look.mark else now
+            stays = before is not None and before.look.mark == look.mark and not self._pages.debugging
+            moved = before.moved if before is not None and stays else now
             self._others[rank] = _Heard(look, progress, moved, now, Standstill(still) if still else None)
 
     def look(
@@ -202,6 +207,9 @@ class HangWatch:
             now: on the monotonic clock.
             ask: sends a signal to ranks.
         """
+        for rank, heard in self._others.items():
+            if now - heard.at >= knobs.times().heard:  # what its debugger does is not known any more
+                self._pages.set(rank, Cell.DEBUGGER, 0)
         self.glance(now)
         self._looks = {rank: self._pages.look(rank) for rank in self._ranks}
         pids = {rank: states[rank].pid for rank in self._ranks}

@@ -96,6 +96,8 @@ class Policy:
     failing: bool = False
     #: The time of the next tick; None: none is due.
     deadline: float | None = None
+    #: True if a user has ended the job from a debugger.
+    has_quit: bool = False
     #: True when ranks did not even die of SIGKILL.
     gave_up: bool = False
     _killed: bool = False
@@ -154,6 +156,15 @@ class Policy:
         self.failing = True
         self._give(FAILURE_GRACE, now, late_for=KilledFor.FAILURE)
         return self._order(signal.SIGTERM, now)
+
+    def quit(self, rank: int, now: float) -> list[Order]:
+        """Stop the other ranks because a user has ended ``rank`` from its debugger: as by a Ctrl-C, but ranks do not
+        save, since one of them takes no step any more."""
+        if self.stopping:
+            return []
+        self.stopped_by, self.has_quit = signal.SIGINT, True
+        self._give(self.grace, now)
+        return self._order(signal.SIGTERM, now, spare=rank)
 
     def signalled(self, signum: signal.Signals, *, delivered: bool, now: float) -> list[Order]:
         """End the job for the user: politely the first time, at once the second.
@@ -222,11 +233,12 @@ class Policy:
         for_them = [(o.signum, tuple(r for r in o.ranks if self.states[r].pid is None)) for o in orders]
         return [Order(signum, ranks) for signum, ranks in for_them if ranks]
 
-    def _order(self, signum: signal.Signals, now: float) -> list[Order]:
-        for rank in self.alive:
+    def _order(self, signum: signal.Signals, now: float, *, spare: int | None = None) -> list[Order]:
+        ranks = tuple(rank for rank in self.alive if rank != spare)
+        for rank in ranks:
             if self.states[rank].stopped_at is None:
                 self.states[rank].stopped_at = now
-        return [Order(signum, self.alive)] if self.alive else []
+        return [Order(signum, ranks)] if ranks else []
 
 
 # How a rank ended ----------------------------------------------------------------------------------------------------

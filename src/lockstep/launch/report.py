@@ -145,6 +145,8 @@ class Outcome:
     note: StopNote | None = None
     #: Rank -> where its flight recorder's file is; see watchdog.py.
     flight_recorders: Mapping[int, Path] = field(default_factory=dict)
+    #: The rank from whose debugger a user has ended the job, and its line; None: nobody has.
+    quit_by: tuple[int, str] | None = None
 
     @property
     def first(self) -> Ending | None:
@@ -161,6 +163,11 @@ class Outcome:
         """Whether the ranks have saved because they were asked to stop. Once all have saved, no way in which a rank
         leaves is a failure any more."""
         return self.note is not None
+
+    @property
+    def quit(self) -> str:
+        """Where a user has ended the job by a debugger's ``q``, in words; empty: nobody has."""
+        return "" if self.quit_by is None else "ended at a breakpoint, on rank {} ({})".format(*self.quit_by)
 
     @property
     def completed(self) -> bool:
@@ -180,6 +187,8 @@ def stopped(outcome: Outcome, signum: signal.Signals | None) -> str:
         outcome: how the attempt has ended.
         signum: the first signal that the launcher passed on; None: the ranks got one themselves.
     """
+    if outcome.quit:
+        return outcome.quit
     words = [f"stopped by {'a signal to the ranks' if signum is None else cause(signum)}"]
     if outcome.note is not None:
         words.append(outcome.note.describe())
@@ -252,8 +261,9 @@ def outside_a_step(looks: Mapping[int, Look], signum: signal.Signals, *, left: f
     """
     rank, look = next(iter(looks.items()))
     others = f" ({len(looks) - 1} more outside of a step, too)" if len(looks) > 1 else ""
+    where = f"at a breakpoint ({look.debugged_at})" if look.debugging else f"in {NAMES[look.mark.phase]}"
     return (
-        f"{cause(signum)} came outside of a training step: rank {rank} is in {NAMES[look.mark.phase]}{others}. The "
+        f"{cause(signum)} came outside of a training step: rank {rank} is {where}{others}. The "
         f"ranks save once they come to their next step; those that have not saved in {left:.0f} s are killed, and the "
         "run resumes from its newest checkpoint. Call saved.between_steps() in each turn of a loop that evaluates, so "
         "that it can be left there, or give a longer --grace"
@@ -760,6 +770,8 @@ def describe_rank(known: Known, now: float | None) -> list[str]:
 def _doing(known: Known, now: float | None) -> str:
     """Return what a rank does, in words: ``your code for 6 s, after optimizer.step() at train.py:26 in <module>``."""
     look, mark = known.look, known.look.mark
+    if look.debugging:
+        return f"a debugger, at {look.debugged_at}"
     begun = "" if now is None else f" for {now - known.since:.0f} s"
     line = known.stack.users if known.stack is not None else None
     if mark.phase is not Phase.OWN:

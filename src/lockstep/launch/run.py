@@ -92,7 +92,7 @@ def run(spec: JobSpec) -> int:
         undo.callback(logs.close)
         recorder = Recorder(logs.make, program=spec.program.words, tell=say)
         file = None if spec.program.text is None else _write_program(Path(folder.path), spec.program.text)
-        launcher = Launcher(spec, spec.round(*master), home=folder.path, recorder=recorder)
+        launcher = Launcher(spec, spec.round(*master), home=folder.path, recorder=recorder, lends=True)
         job = _Run(launcher, logs=logs, signals=signals, file=file)
         undo.callback(job.close)
         code = job.watch()
@@ -211,6 +211,7 @@ class _Run:
         #: The monotonic time by which a client that was told to leave must have left; None: none was told.
         self._patience: float | None = None
         self._told_of_waiting = False
+        self._has_told_of_quit = False
         #: The monotonic time at which the last turn of the loop began to act.
         self._turned = time.monotonic()
         #: The rank whose log the report of the first start's failure has named; None: there is none.
@@ -293,6 +294,9 @@ class _Run:
             self._hear_others(self._others, ready, now)
         self._relay.pump({fd for fd in ready if isinstance(fd, int)}, now)
         launcher.act(now)
+        if launcher.policy.has_quit:
+            self._tell_of_quit()
+        self._screen.release()
         if self._warn_at is not None and now >= self._warn_at:
             self._warn_of_those_outside_a_step(now)
 
@@ -342,6 +346,13 @@ class _Run:
         self._announce(signum)
         self._launcher.apply(self._launcher.policy.signalled(signum, delivered=delivered, now=now))
 
+    def _tell_of_quit(self) -> None:
+        """Tell the other machines once that a user has ended the job from a debugger."""
+        node = self._launcher.attempt.round.node_rank
+        if self._others is not None and not self._has_told_of_quit:
+            self._others.end(End(Verdict(EndKind.STOPPED, node, signum=signal.SIGINT).to_json()))
+        self._has_told_of_quit = True
+
     # From one attempt to the next --------------------------------------------------------------------------------
 
     def _begin(self) -> None:
@@ -363,6 +374,8 @@ class _Run:
                 job["shared"] = True
             if self._file is not None:
                 job["file"] = str(self._file)
+            if self._spec.hold:
+                job["held"] = True
             fds = self._streams.open(local_rank, rank)
             if self._streams.log(local_rank) is not None:
                 job["logged"] = True

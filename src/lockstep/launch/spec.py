@@ -121,6 +121,8 @@ class JobSpec:
     regroup_after: float = DEFAULT_REGROUP_AFTER
     #: True if the output of all machines' launchers is shown in one place, so that the job has one first rank.
     one_terminal: bool = False
+    #: True if the first rank that fails is held in its frame for a debugger.
+    hold: bool = False
 
     def __post_init__(self) -> None:
         if self.log_dir is not None:

@@ -26,6 +26,7 @@ SECTIONS = {
     "How a run ended": "RunEnd",
     "Why a rank failed": "FailureKind",
     "Ranks that hold up the others": "HangKind",
+    "What a command is told of": "Notice",
     "Verdicts of the summary": "Bottleneck",
     "Where two runs part": "Parting",
     "Verify: the verdict": "FindingKind",

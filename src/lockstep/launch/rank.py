@@ -31,6 +31,7 @@ from lockstep.job import flight, terminal, tracing
 from lockstep.job.files import EXIT_SAVED, FailureRecord
 from lockstep.job.page import Phase
 from lockstep.job.stop import interrupt_once
+from lockstep.launch import by_value as typed
 from lockstep.launch import preload, processes
 from lockstep.launch.processes import SAVE, STOPPING
 from lockstep.launch.returned import send
@@ -348,6 +349,8 @@ def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool, by_value: bool
             fn, args = pickle.load(file)  # noqa: S301
         finally:
             del process.current_process()._inheriting  # type: ignore[attr-defined]
+    if by_value:
+        typed.note_received()
     send(returned, fn(rank, *args), by_value=by_value)
 
 

@@ -44,6 +44,9 @@ class Times:
     #: The time within which ranks that are asked to save mostly reach a step; then a late one is reported.
     to_a_step: float = _pause(2.0)
 
+    #: The time that a command of ``--notify`` may take: a message takes seconds, and the end of a job waits for it.
+    notify: float = _limit(15.0)
+
     # Ranks that run cells.
     #: The time that ranks wait for one which is at the end of the cell before they are freed: a message from it may
     #: still be on its way.

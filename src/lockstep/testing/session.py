@@ -20,6 +20,7 @@ from _pytest._code.code import (
     ReprFileLocation,
     ReprTraceback,
 )
+from _pytest.outcomes import Failed, Skipped
 
 from lockstep import knobs
 from lockstep.errors import LaunchError
@@ -44,12 +45,20 @@ _COMMON = ("tmp_path",)
 _OTHERS = 5.0
 
 
-class RanksFailed(AssertionError):
-    """A test has failed on its ranks; pytest shows what each has to say."""
+class RanksFailed(Failed):
+    """A test has failed on its ranks; pytest shows what each has to say.
+
+    (No exception that a test could name: ``xfail(raises=AssertionError)`` is for the ranks to judge.)
+    """
 
     def __init__(self, verdict: RanksVerdict) -> None:
         super().__init__(verdict.reason)
         self._verdict = verdict
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether a rank's pytest has said that this is no failure which ``xfail`` expects."""
+        return any(told.report is not None for told in self._verdict.told)
 
     def longrepr(self, item: pytest.Item) -> ReprExceptionInfo:
         """Return what pytest shows: for ranks that say the same, a heading and their traceback with its values."""
@@ -112,6 +121,11 @@ class RanksSession:
                 f"{item.nodeid}: @pytest.mark.ranks is for functions, and for methods of plain classes; this is a "
                 f"{type(item).__name__}"
             )
+        if getattr(item.obj, "is_hypothesis_test", False):
+            raise pytest.UsageError(
+                f"{item.nodeid}: each rank would draw examples of its own for @given, and wait in the collectives of "
+                "another one: draw them before, @pytest.mark.parametrize, or from a seed in the test"
+            )
         unused = [name for name in mark.shared if name not in item.fixturenames]
         if unused:
             raise pytest.UsageError(
@@ -154,7 +168,7 @@ class RanksSession:
         if verdict.fate is TestFate.FAILED:
             raise RanksFailed(verdict)
         if verdict.fate is TestFate.SKIPPED:
-            pytest.skip(verdict.reason)
+            raise Skipped(verdict.reason, _use_item_location=True)
         if verdict.fate is TestFate.EXPECTED:
             pytest.xfail(verdict.reason)
 
@@ -226,9 +240,10 @@ def _show(item: pytest.Item, end: RankEnd) -> None:
     report = end.value
     if not isinstance(report, RankReport):
         return
+    item.user_properties += [each for each in report.properties if each not in item.user_properties]
     for title, text in report.sections:
         item.add_report_section("call", f"{title} of rank {end.rank}", text)
     with warnings.catch_warnings():
         warnings.simplefilter("always")  # the ranks' filters have let them through
-        for category, message, file, line in report.warned:
-            warnings.warn_explicit(message, category, file, line)
+        for each in report.warned:
+            warnings.warn_explicit(each.message, each.category, each.file, each.line)

@@ -24,7 +24,7 @@ from benchmarks.naming import machine_name
 from benchmarks.publishing import publish
 
 
-def measure(folders: list[str], megabytes: int, rounds: int) -> list[tuple[list[float], list[float]]]:
+def measure(_rank: int, folders: list[str], megabytes: int, rounds: int) -> list[tuple[list[float], list[float]]]:
     """**Collective.** Save to each folder in turn and read it back. Return the seconds of each, folder by folder."""
     world = lockstep.init()
     state = State(megabytes)

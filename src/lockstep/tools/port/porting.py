@@ -34,11 +34,13 @@ class InitSite:
         node: what stood there, or the statement before which it is inserted.
         named: its World is held by a variable ``world``.
         conditional: it runs only in some cases, or there are several.
+        inserted: the call comes before ``node``, in place of which nothing stands.
     """
 
     node: cst.CSTNode
     named: bool
     conditional: bool
+    inserted: bool = False
 
 
 class Porting:
@@ -90,8 +92,8 @@ class Porting:
 
     # The world.
 
-    def set_init(self, nodes: list[cst.CSTNode]) -> None:
-        """Say where ``lockstep.init()`` is going to be called."""
+    def set_init(self, nodes: list[cst.CSTNode], *, inserted: bool = False) -> None:
+        """Say where ``lockstep.init()`` is going to be called; ``inserted``: before the first of ``nodes``."""
         first = nodes[0]
         inner = self.script.around(first, cst.If, cst.For, cst.While, cst.Try, cst.With)
         if len(nodes) == 2 and isinstance(inner, cst.If) and self._are_branches(inner, nodes):
@@ -102,7 +104,7 @@ class Porting:
         guarded = guarded and not (isinstance(inner, cst.If) and self.is_main_guard(inner))
         conditional = guarded or (len(nodes) > 1 and first is nodes[0])
         free = len(nodes) == 1 and not self.script.has_name("world")
-        self.init = InitSite(first, named=free and not conditional, conditional=conditional)
+        self.init = InitSite(first, named=free and not conditional, conditional=conditional, inserted=inserted)
 
     def _are_branches(self, inner: cst.If, nodes: list[cst.CSTNode]) -> bool:
         """Return whether one of two nodes stands in the body of an ``if`` and the other in its ``else``."""
@@ -118,15 +120,38 @@ class Porting:
         return "__name__" in self.script.source(node.test)
 
     def runs_after_init(self, node: cst.CSTNode) -> bool:
-        """Return whether lockstep is initialised where ``node`` runs; of other functions this is taken for granted, as
-        ``lockstep.world()`` is an error where it is not."""
-        if self.init is None:
+        """Return whether lockstep is initialised where ``node`` runs.
+
+        It is after the call in the same function, and after the call of that function in functions that call it. Of
+        others this is taken for granted: ``lockstep.world()`` is an error where it is not so.
+        """
+        init, script = self.init, self.script
+        if init is None:
             return False
-        mine, its = self.script.function(node), self.script.function(self.init.node)
+        mine, its = script.function(node), script.function(init.node)
         if mine is its:
-            later = self.script.begin(node) > self.script.begin(self.init.node)
-            return later and not (isinstance(self.init.node, cst.If) and self.script.inside(node, self.init.node))
-        return mine is not None
+            if init.inserted:
+                return script.begin(node) >= script.begin(init.node)
+            later = script.begin(node) > script.begin(init.node)
+            return later and not (isinstance(init.node, cst.If) and script.inside(node, init.node))
+        if its is None:
+            return True
+        calls = [each for each in script.all(cst.Call) if script.function(each) is mine and self._reaches(each, its)]
+        if not calls:
+            return mine is not None
+        first = min(calls, key=script.begin)
+        return script.begin(node) > script.begin(first) and not script.inside(node, first)
+
+    def _reaches(self, call: cst.Call, wanted: cst.FunctionDef, seen: frozenset[int] = frozenset()) -> bool:
+        """Return whether a call runs a function, also through others."""
+        for each in self.values.functions(call):
+            if each is wanted:
+                return True
+            if id(each) not in seen:
+                inner = self.script.all(cst.Call, each.body)
+                if any(self._reaches(other, wanted, seen | {id(each)}) for other in inner):
+                    return True
+        return False
 
     def world(self, node: cst.CSTNode) -> str:
         """Return what the World is called at a place."""

@@ -14,6 +14,8 @@ On N ranks the whole script runs N times, so whatever it does has to be looked a
 
 from __future__ import annotations
 
+import sys
+
 import libcst as cst
 
 from lockstep.tools.port.porting import SEEDING, Porting
@@ -38,6 +40,17 @@ _ONCE = {
     "os.remove": "put it under `if world.is_main:`",
     "os.mkdir": "use os.makedirs(folder, exist_ok=True)",
 }
+#: Beginnings of the names of functions that draw random numbers.
+_DRAWING = (
+    "torch.rand",
+    "torch.normal",
+    "torch.bernoulli",
+    "torch.nn.",
+    "torch.utils.data.random_split",
+    "numpy.random",
+)
+#: Modules whose functions draw none, or only what a script seeds by their own.
+_KNOWN = frozenset(sys.stdlib_module_names - {"random"}) | {"numpy", "torchvision", "tqdm", "argparse", "yaml"}
 _BY_HAND = "port the loop by hand (docs/migrating.md)"
 
 
@@ -176,7 +189,8 @@ def _loaders(porting: Porting, training: list[Loop]) -> list[cst.Call] | None:
 def _initialise(porting: Porting, loaders: list[cst.Call], models: list[cst.BaseExpression]) -> bool:
     """Insert ``lockstep.init()`` before everything that needs it; return False, and refuse, where that is not seen."""
     script, values = porting.script, porting.values
-    anchors: list[cst.CSTNode] = [*loaders, *models]
+    made = [each for model in models for each in values.sites(model, Kind.CALL)]
+    anchors: list[cst.CSTNode] = [*loaders, *models, *made]
     on_device = False
     for call in script.all(cst.Call):
         name = script.full_name(call.func)
@@ -185,9 +199,14 @@ def _initialise(porting: Porting, loaders: list[cst.Call], models: list[cst.Base
         moves = method == "cuda" and not name
         on_device = on_device or device or moves or (method == "to" and _names_device(porting, call))
         downloads = constant(given.value) == "True" if (given := argument(call, "download")) is not None else False
-        if device or moves or name in SEEDING or downloads:
+        at_top = script.function(call) is None and script.around(call, cst.ClassDef) is None
+        if device or moves or name in SEEDING or downloads or (at_top and _may_draw(porting, call)):
             anchors.append(call)
     statement = _first(porting, anchors)
+    if statement is not None and (function := script.function(statement)) is not None:
+        # in a function, what draws random numbers before counts as well
+        anchors += [each for each in script.all(cst.Call, function.body) if _may_draw(porting, each)]
+        statement = _first(porting, anchors)
     if statement is None:
         porting.refused(
             None,
@@ -196,7 +215,7 @@ def _initialise(porting: Porting, loaders: list[cst.Call], models: list[cst.Base
             "put the program into a main()",
         )
         return False
-    porting.set_init([statement])
+    porting.set_init([statement], inserted=True)
     arguments = [] if on_device else ['"gloo"']
     text = porting.init_call(statement, *arguments)
     script.insert_before(statement, lambda: text)
@@ -204,6 +223,16 @@ def _initialise(porting: Porting, loaders: list[cst.Call], models: list[cst.Base
     if not on_device:
         porting.changed(statement, '"gloo"', "the script trains on the CPU, and so do the ranks")
     return True
+
+
+def _may_draw(porting: Porting, call: cst.Call) -> bool:
+    """Return whether a call may draw random numbers, which have to be the same on all ranks: data, first weights."""
+    name = porting.script.full_name(call.func)
+    if name.startswith(_DRAWING):
+        return True
+    unknown = name and "." in name and name.split(".")[0] not in _KNOWN and not name.startswith("torch.")
+    made = any(each.kind is Kind.CLASS for each in porting.values.of(call.func))
+    return bool(unknown) or made
 
 
 def _names_device(porting: Porting, call: cst.Call) -> bool:

@@ -113,7 +113,11 @@ def _options(porting: Porting, call: cst.Call) -> list[str]:
     """Return what ``lockstep.init`` takes of the arguments of ``init_process_group``."""
     backend, timeout = argument(call, "backend", 0), argument(call, "timeout", 2)
     given = []
-    if backend is not None and constant(backend.value) != "nccl":
+    is_nccl = backend is not None and (
+        (constant(backend.value) or "").lower() == "nccl"
+        or porting.script.source(backend.value).endswith("Backend.NCCL")
+    )
+    if backend is not None and not is_nccl:
         given.append(porting.script.source(backend.value))
     if timeout is not None:
         given.append(f"timeout={porting.script.source(timeout.value)}")
@@ -156,7 +160,7 @@ def _call_directly(porting: Porting, spawn: cst.Call, opened: cst.Call) -> bool:
         return False
     size = script.source(number.value)
     first = script.statement(counted) if script.function(counted) is script.function(statement) else statement
-    porting.set_init([first])
+    porting.set_init([first], inserted=True)
     begin = first if counted is not number.value else statement
     call = porting.init_call(begin, *_options(porting, opened))
     script.insert_before(begin, lambda: call)

@@ -143,8 +143,18 @@ _REFUSED = {
     "states of rank 0": (HOROVOD, "hvd.broadcast_opt", "optimizer.load_state_dict({})\nhvd.broadcast_opt", "no rule"),
     "an optimizer alone": (HOROVOD, "hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n", "", "which model"),
     "a sum": (ONE_DEVICE, "mse_loss(model(x), y)\n", 'mse_loss(model(x), y, reduction="sum")\n', "sum over the batch"),
-    "one loader for both": (ONE_DEVICE, "test(model, device, test_loader)", "test(model, device, train_loader)", "part"),
-    "FSDP": (TORCHRUN, "import os\n", "import os\nfrom torch.distributed.fsdp import FullyShardedDataParallel\n", "not"),
+    "one loader for both": (
+        ONE_DEVICE,
+        "test(model, device, test_loader)",
+        "test(model, device, train_loader)",
+        "part",
+    ),
+    "FSDP": (
+        TORCHRUN,
+        "import os\n",
+        "import os\nfrom torch.distributed.fsdp import FullyShardedDataParallel\n",
+        "not",
+    ),
     "no process group": (TORCHRUN, 'dist.init_process_group("gloo")\n', "", "another file"),
 }
 

@@ -397,6 +397,17 @@ class _Figures:
             if not self._is_counter(name):
                 self._local.add(self._key(name, name.value))
         self._go_through(self._loop.node.body)
+        self._look_after()
+
+    def _look_after(self) -> None:
+        """Say what is told, after the loop, of what the loop left of this rank's share."""
+        script, loop = self._script, self._loop.node
+        inside = {id(each) for each in script.within(loop)}
+        for node in script.all(cst.Call, script.function(loop) or script.module):
+            told = script.full_name(node.func) == "print" or isinstance(script.parent(node), cst.Return)
+            later = id(node) not in inside and script.begin(node) > script.begin(loop)
+            if told and later and script.function(node) is script.function(loop) and self._is_local(node):
+                self._left(node, "take world.mean or world.all_reduce of it in the loop, while the batch is in hand")
 
     def _is_counter(self, name: cst.Name) -> bool:
         """Return whether a name is the number that ``enumerate`` gives."""

@@ -69,8 +69,8 @@ GROUPS = (
         "See the :doc:`guide </guide>`, :doc:`what the mean is a mean of </weights>` and "
         ":doc:`losses of the whole batch </gathered>`.",
         "replicate release no_sync join DistributedDataParallel gathered clip_grad_norm_ grad_norms GradNorms "
-        "SyncBatchNorm convert_sync_batchnorm register_comm_hook bf16_compress_hook fp16_compress_hook LocalSteps "
-        "finish_round DataParallel",
+        "scale_loss loss_scale LossScale SyncBatchNorm convert_sync_batchnorm register_comm_hook bf16_compress_hook "
+        "fp16_compress_hook LocalSteps finish_round DataParallel",
         "lockstep.ddp.comm_hooks.GradBucket lockstep.data_parallel.copies.Copies",
     ),
     Group(
@@ -100,8 +100,8 @@ GROUPS = (
         "Wrong arguments are :exc:`ValueError` or :exc:`TypeError`, as everywhere in Python. "
         "Everything else that lockstep itself reports is a :exc:`LockstepError`.",
         "LockstepError EnvironmentMismatch RendezvousError CollectiveTimeout CollectiveMismatch PeerLost "
-        "ReplicaMismatch NonFiniteGradient LaunchError RankFailed CellFailed CellInterrupted CheckpointError "
-        "CheckpointCorrupt CheckpointMismatch",
+        "ReplicaMismatch NonFiniteGradient NoTerminal LaunchError RankFailed CellFailed CellInterrupted "
+        "CheckpointError CheckpointCorrupt CheckpointMismatch",
     ),
 )
 

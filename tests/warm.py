@@ -17,6 +17,7 @@ import ctypes
 import functools
 import gc
 import importlib
+import inspect
 import io
 import os
 import pickle
@@ -48,7 +49,9 @@ _ROOT = Path(__file__).parents[1]
 _PRELOAD = [
     "torch",
     "torch.distributed",
+    "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
     "torch.distributed.algorithms.join",
+    "torch.distributed.optim",
     "torch.nn.parallel",
     "torch.utils.checkpoint",
     "torch.utils.data",
@@ -84,6 +87,8 @@ _PRELOAD = [
     "lockstep.tools.verify.observe",
     "lockstep.tools.port.verification",
     "lockstep.tools.port.report",
+    "tests.backends",
+    "tests.harness",
 ]
 
 #: What only the examples read, or tests that run elsewhere: the environments of other versions and libraries lack it.
@@ -155,7 +160,9 @@ class Call(_Forked):
     def __init__(self, function: Callable[..., object], *args: object, fds: Sequence[int]) -> None:
         call = base64.b64encode(pickle.dumps((function, args))).decode()
         with open(os.devnull) as nothing:
-            super().__init__({"path": sys.path, "call": call}, [nothing.fileno(), 1, 2, *fds])
+            modules = [each.__module__ for each in (function, *args) if inspect.isfunction(each)]
+            request = {"path": sys.path, "call": call, "modules": modules}
+            super().__init__(request, [nothing.fileno(), 1, 2, *fds])
 
 
 class Zygote(_Forked):
@@ -406,6 +413,8 @@ class _Forker:
                 while not asked:
                     asked = channel.receive()
                 ((request, fds),) = asked
+                for module in request.fields.get("modules", ()):
+                    _import_once(module)
                 if self._fork(fds, connection):
                     return request.fields | {"fds": fds[3:]}
 
@@ -532,6 +541,14 @@ def _main(listener: int, modules: Sequence[str], optional: Sequence[str]) -> Non
     if not COLD_HOSTS.keys() & request["env"].keys() and not request.get("before"):
         sys.modules["lockstep.remote.ssh"].PYTHON = str(commands / "python")  # type: ignore[attr-defined]
     _end_after(lambda: _live(request))
+
+
+def _import_once(module: str) -> None:
+    """Import what many processes are going to need before they are forked. Where that fails, each of them says so."""
+    if module not in sys.modules:
+        with contextlib.suppress(Exception):  # the process imports it again and raises what it raises
+            importlib.import_module(module)
+            gc.freeze()
 
 
 def _use_huge_pages() -> None:

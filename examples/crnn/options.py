@@ -13,7 +13,7 @@ from examples.places import accept_local_rank, local_folder, read_devices, refus
 
 Mode = Literal["dp", "ddp", "single"]
 #: What decides which steps a run takes; the learning rate's schedule depends on all of them.
-KEPT = ("epochs", "batch_size", "lr", "seed", "lines", "longest")
+KEPT = ("epochs", "batch_size", "lr", "seed", "lines", "longest", "stream")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Options:
     lines: int
     test_lines: int
     longest: int
+    stream: bool
     workers: int
     backend: str | None
     #: Of the replicas in --mode dp; otherwise none.
@@ -64,6 +65,7 @@ def parse(arguments: Sequence[str]) -> Options:
     add("--lines", type=int, default=20480, help="training lines (default: 20480)")
     add("--test-lines", type=int, default=1000, help="test lines, the same for every seed (default: 1000)")
     add("--longest", type=int, default=7, help="digits in the longest line (default: 7)")
+    add("--stream", action="store_true", help="read the lines as a stream, once on each machine")
     add("-j", "--workers", type=int, default=0, help="processes that render lines (default: 0, the training one does)")
     add("--backend", help="of the process group: nccl on GPUs, shm or gloo on the CPU (default: what fits)")
     add("--gpus", "--devices", dest="devices", help="for --mode dp: 0,1 or cpu,cpu (default: all GPUs, else cpu,cpu)")
@@ -80,6 +82,8 @@ def parse(arguments: Sequence[str]) -> Options:
     for name in ("workers", "save_every", "seed"):
         if getattr(options, name) < 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: expected 0 or more")
+    if options.stream and options.workers:
+        parser.error(f"--stream --workers {options.workers}: the stream is read by the process that trains")
     if options.devices is not None and options.mode != "dp":
         parser.error(f"--gpus {options.devices}: --mode {options.mode} does not choose devices; it is for --mode dp")
     options.devices = read_devices(parser, options.devices) if options.mode == "dp" else ()

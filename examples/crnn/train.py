@@ -6,6 +6,7 @@ import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from examples.crnn.options import KEPT, Options
 from examples.crnn.reading import Score, decode, score, written
 from examples.digits import load_digits
 from examples.kept import Kept
+from examples.stream import Stream
 
 #: Gradients longer than this are scaled down to it.
 _CLIP = 5.0
@@ -61,10 +63,11 @@ def lines_of(options: Options) -> tuple[Lines, Lines]:
 
 def begin(world: lockstep.World, options: Options, folder: Path) -> Run:
     """**Collective.** Everything that a run in ``folder`` needs; nothing is restored yet."""
-    batches = DataLoader(
-        lines_of(options)[0],
+    lines = lines_of(options)[0]
+    batches: DataLoader[Any] = DataLoader(
+        Stream(lines, seed=options.seed) if options.stream else lines,
         batch_size=options.batch_size,
-        shuffle=True,
+        shuffle=not options.stream,
         num_workers=options.workers,
         collate_fn=collate,
     )
@@ -72,7 +75,7 @@ def begin(world: lockstep.World, options: Options, folder: Path) -> Run:
     loader = lockstep.shard(batches, seed_samples=False)
     computing = prepare(world, options)
     optimizer = torch.optim.AdamW(computing.model.parameters(), lr=options.lr, weight_decay=_WEIGHT_DECAY)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.epochs * len(loader))
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.epochs * len(batches))
     saved = lockstep.Checkpointer(
         folder,
         model=computing.model,

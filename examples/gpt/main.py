@@ -44,7 +44,7 @@ def train(world: lockstep.World, options: Options, text: Text, folder: Path) -> 
     world.print(f"{world.world_size} replica(s) on {world.device.type}, {parameters:,} parameters -> {folder}")
     world.print(
         f"{len(text.train):,} tokens to train on, {len(text.held_out):,} held out, {len(text.vocabulary)} different "
-        f"ones; {len(run.loader)} steps in each of {options.epochs} epochs, each in {options.slices} slices"
+        f"ones; {run.steps} steps in each of {options.epochs} epochs, each in {options.slices} slices"
     )
     fit(run)
     loss = run.held_out_loss

@@ -12,7 +12,7 @@ from examples.places import accept_local_rank, local_folder
 #: What decides which steps a run takes, to the bit.
 KEPT = (
     "epochs", "batch_size", "slices", "lr", "warmup_steps", "clip", "seed", "context", "vocabulary", "width", "layers",
-    "heads", "dropout",
+    "heads", "dropout", "stream",
 )  # fmt: skip
 
 
@@ -23,6 +23,7 @@ class Options:
     text: Path | None
     vocabulary: int
     context: int
+    stream: bool
     width: int
     layers: int
     heads: int
@@ -55,6 +56,7 @@ def parse(arguments: Sequence[str]) -> Options:
     model("--text", type=Path, metavar="FILE", help="a text to learn from instead of Python's help")
     model("--vocabulary", type=int, default=1024, help="tokens, of which 256 are the bytes")
     model("--context", type=int, default=64, help="tokens that the model looks back at")
+    model("--stream", action="store_true", help="read the windows as a stream, once on each machine")
     model("--width", type=int, default=128)
     model("--layers", type=int, default=4)
     model("--heads", type=int, default=4)

@@ -18,6 +18,7 @@ from examples.gpt.model import GPT
 from examples.gpt.options import KEPT, Options
 from examples.gpt.text import IGNORED, Text, Windows
 from examples.kept import Kept
+from examples.stream import Stream
 
 _WEIGHT_DECAY = 0.1
 #: Part of the highest learning rate that is left at the end.
@@ -67,6 +68,8 @@ class Run:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     loader: lockstep.ShardedLoader
+    #: Of an epoch.
+    steps: int
     held_out: lockstep.ShardedLoader
     saved: lockstep.Checkpointer
     log: lockstep.Log
@@ -90,10 +93,15 @@ def begin(world: lockstep.World, options: Options, text: Text, folder: Path) -> 
     """**Collective.** Everything that a run in ``folder`` needs; nothing is restored yet."""
     model = lockstep.replicate(build(options, text).to(world.device))
     windows = Windows(text.train, options.context, shifted=True)
+    batches: DataLoader[Any]
+    if options.stream:
+        batches = DataLoader(Stream(windows, seed=options.seed), options.batch_size)
+    else:
+        batches = DataLoader(windows, options.batch_size, shuffle=True)
     # Slices: the same bits on any number of ranks.
-    loader = lockstep.shard(DataLoader(windows, options.batch_size, shuffle=True), slices=options.slices)
+    loader = lockstep.shard(batches, slices=options.slices)
     optimizer = torch.optim.AdamW(grouped(model), lr=options.lr, betas=(0.9, 0.95))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors(options, options.epochs * len(loader)))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors(options, options.epochs * len(batches)))
     curve = Curve()
     saved = lockstep.Checkpointer(
         folder,
@@ -105,7 +113,7 @@ def begin(world: lockstep.World, options: Options, text: Text, folder: Path) -> 
     )
     log = lockstep.Log(saved, every=_LOG_EVERY)
     held_out = share_held_out(options, text)
-    return Run(world, options, model, optimizer, scheduler, loader, held_out, saved, log, curve)
+    return Run(world, options, model, optimizer, scheduler, loader, len(batches), held_out, saved, log, curve)
 
 
 def share_held_out(options: Options, text: Text) -> lockstep.ShardedLoader:

@@ -15,6 +15,7 @@ from examples.imagenet.vision import require
 from examples.segmentation.folders import VOC, Folder
 from examples.segmentation.options import Options
 from examples.segmentation.shapes import CLASSES, IGNORED, Shapes
+from examples.stream import Stream
 
 #: The test shapes are the same whatever the seed of a run, so that runs can be compared.
 _TEST_SEED = 0
@@ -36,6 +37,8 @@ class Data:
     """What a run trains and tests on."""
 
     classes: tuple[str, ...]
+    #: Of an epoch.
+    steps: int
     train: lockstep.ShardedLoader
     test: lockstep.ShardedLoader
 
@@ -50,12 +53,18 @@ def load(world: lockstep.World, options: Options) -> Data:
     if options.data is not None:
         classes = VOC if options.classes == len(VOC) else tuple(map(str, range(options.classes)))
         at_once = 1  # on each rank: real pictures have different sizes, and padding would change what is seen at edges
+    # The last pictures of an epoch are left out if they are no full batch, as in torchvision's recipe: a rank with one
+    # of them, or none, has no batch statistics.
+    pictures = Stream(train, seed=options.seed) if options.stream else train
+    batches = _batches(options, pictures, options.batch_size, shuffle=not options.stream, drop_last=True)
+    tested = _batches(options, test, max(world.world_size, at_once), shuffle=False, drop_last=False)
+    # Replicas in threads each fetch their own part from the CPU's memory; a copy on one device would be in the way.
+    to_device = options.mode != "dp"
     return Data(
         classes,
-        # The last pictures of an epoch are left out if they are no full batch, as in torchvision's recipe: a rank with
-        # one of them, or none, has no batch statistics.
-        _shared(options, train, options.batch_size, shuffle=True, slices=options.slices or None),
-        _shared(options, test, max(world.world_size, at_once), shuffle=False, slices=None),
+        len(batches),
+        lockstep.shard(batches, to_device=to_device, slices=options.slices or None),
+        lockstep.shard(tested, to_device=to_device),
     )
 
 
@@ -91,19 +100,17 @@ def testing(options: Options) -> Any:
     return require("torchvision.transforms.v2").Resize(options.base_size, antialias=True)
 
 
-def _shared(
-    options: Options, dataset: Dataset[Any], batch_size: int, *, shuffle: bool, slices: int | None
-) -> lockstep.ShardedLoader:
-    batches: DataLoader[Any] = DataLoader(
+def _batches(
+    options: Options, dataset: Dataset[Any], batch_size: int, *, shuffle: bool, drop_last: bool
+) -> DataLoader[Any]:
+    return DataLoader(
         dataset,
         batch_size=batch_size,
         shuffle=shuffle,
-        drop_last=shuffle,
+        drop_last=drop_last,
         num_workers=options.workers,
         collate_fn=collate,
     )
-    # Replicas in threads each fetch their own part from the CPU's memory; a copy on one device would be in the way.
-    return lockstep.shard(batches, to_device=options.mode != "dp", slices=slices)
 
 
 def collate(samples: Sequence[tuple[Tensor, Tensor]]) -> Batch:

@@ -45,7 +45,7 @@ def train(world: lockstep.World, options: Options, data: Data, folder: Path) -> 
     parameters = sum(parameter.numel() for parameter in run.computing.model.parameters())
     world.print(f"{options.arch}, {parameters:,} parameters, {len(data.classes)} classes: {run.computing.words}")
     world.print(
-        f"{len(data.train.dataset)} pictures to train on, {len(data.test.dataset)} to test on, {len(data.train)} steps "
+        f"{len(data.train.dataset)} pictures to train on, {len(data.test.dataset)} to test on, {data.steps} steps "
         f"in each of {options.epochs} epochs -> {folder}"
     )
     fit(run)

@@ -16,7 +16,7 @@ Mode = Literal["single", "dp", "ddp"]
 #: What decides which steps a run takes. How many replicas take them, and where, may change.
 KEPT = (
     "arch", "width", "norm", "aux_loss", "epochs", "batch_size", "slices", "lr", "momentum", "weight_decay", "seed",
-    "pictures", "size", "base_size", "crop_size",
+    "pictures", "size", "base_size", "crop_size", "stream",
 )  # fmt: skip
 
 
@@ -31,6 +31,7 @@ class Options:
     size: int
     base_size: int
     crop_size: int
+    stream: bool
     workers: int
     mode: Mode
     #: Of the replicas in --mode dp; otherwise none.
@@ -88,6 +89,7 @@ def _add_data(add: Any) -> None:
     add("--base-size", type=int, default=520, help="with --data: pixels of the shorter side in a test; in training "
         "half to twice as many")  # fmt: skip
     add("--crop-size", type=int, default=480, help="with --data: pixels of the sides of what is cut out in training")
+    add("--stream", action="store_true", help="read the pictures to train on as a stream, once on each machine")
     add("-j", "--workers", type=int, default=0, help="processes that read or draw pictures, on each machine")
 
 
@@ -136,6 +138,8 @@ def parse(arguments: Sequence[str]) -> Options:
     for name in ("workers", "slices", "momentum", "weight_decay", "seed", "save_every"):
         if not getattr(given, name) >= 0:
             parser.error(f"--{name} {getattr(given, name)}: expected 0 or more".replace("_", "-"))
+    if given.stream and given.workers:
+        parser.error(f"--stream --workers {given.workers}: the stream is read by the process that trains")
     if given.mode is None:
         # Not asked of lockstep.init(): a program that makes no sense should end before it joins a world.
         given.mode = "ddp" if "RANK" in os.environ else "single"

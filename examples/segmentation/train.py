@@ -49,7 +49,7 @@ def begin(world: lockstep.World, options: Options, data: Data, folder: Path) -> 
         momentum=options.momentum,
         weight_decay=options.weight_decay,
     )
-    steps = options.epochs * len(data.train)
+    steps = options.epochs * data.steps
     scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=steps, power=_POWER)
     losses = Losses(world, computing.device)
     saved = lockstep.Checkpointer(

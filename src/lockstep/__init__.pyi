@@ -27,6 +27,9 @@ from lockstep.ddp.comm_hooks import bf16_compress_hook as bf16_compress_hook
 from lockstep.ddp.comm_hooks import fp16_compress_hook as fp16_compress_hook
 from lockstep.ddp.gathered import gathered as gathered
 from lockstep.ddp.local_steps import LocalSteps as LocalSteps
+from lockstep.ddp.loss_scaling import LossScale as LossScale
+from lockstep.ddp.loss_scaling import loss_scale as loss_scale
+from lockstep.ddp.loss_scaling import scale_loss as scale_loss
 from lockstep.ddp.norms import GradNorms as GradNorms
 from lockstep.ddp.norms import clip_grad_norm_ as clip_grad_norm_
 from lockstep.ddp.norms import grad_norms as grad_norms
@@ -44,6 +47,7 @@ from lockstep.errors import EnvironmentMismatch as EnvironmentMismatch
 from lockstep.errors import LaunchError as LaunchError
 from lockstep.errors import LockstepError as LockstepError
 from lockstep.errors import NonFiniteGradient as NonFiniteGradient
+from lockstep.errors import NoTerminal as NoTerminal
 from lockstep.errors import PeerLost as PeerLost
 from lockstep.errors import RankFailed as RankFailed
 from lockstep.errors import RendezvousError as RendezvousError

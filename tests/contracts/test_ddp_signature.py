@@ -32,5 +32,5 @@ def test_what_else_differs_is_for_keywords_only() -> None:
     newest = "lazy_bucket_allocation"  # the last that torch has, in 2.15
     ours = _parameters(lockstep.DistributedDataParallel)
     extra = list(ours)[list(ours).index(newest) + 1 :]
-    assert extra == ["overlap", "check_finite", "compare_every", "same_batches"]
+    assert extra == ["overlap", "check_finite", "compare_every", "same_batches", "precision"]
     assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in extra)

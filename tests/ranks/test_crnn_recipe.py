@@ -55,6 +55,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(result)
 
 
+def test_a_stream_gives_the_same_loss_curve_on_several_ranks(tmp_path: Path, alone: dict[str, Any]) -> None:
+    (one,) = run_ranks(_train, 1, str(tmp_path / "one"), ["--stream"])
+    assert one["steps"] == alone["steps"]
+    assert one["losses"] != pytest.approx(alone["losses"], rel=1e-4), "another order"
+    for result in run_ranks(_train, 2, str(tmp_path / "two"), ["--stream"]):
+        assert result["losses"] == pytest.approx(one["losses"], rel=1e-4)
+        assert result["score"] == one["score"]
+
+
 @pytest.mark.parametrize(
     ("mode", "ranks"), [("ddp", 2), pytest.param("ddp", 3, marks=pytest.mark.campaign), ("dp --gpus cpu,cpu", 1)]
 )

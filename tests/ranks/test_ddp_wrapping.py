@@ -286,7 +286,7 @@ def _arguments() -> None:
     assert other.extra.tolist() == [0.0] * 2
     assert not model.broadcast_buffers
     for wrong, text in (
-        ({"mixed_precision": object()}, "compute in low precision with torch.autocast"),
+        ({"mixed_precision": object()}, "compute in low precision with precision="),
         ({"device_mesh": mesh, "process_group": dist.group.WORLD}, "pass one of them"),
         ({"device_mesh": init_device_mesh("cpu", (1, world.world_size))}, r"expected one dimension.*mesh\['dp'\]"),
         ({"param_to_hook_all_reduce": net[0].weight}, "pass both or neither"),

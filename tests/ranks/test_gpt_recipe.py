@@ -85,6 +85,17 @@ def test_any_number_of_ranks_has_the_bits_of_one(
     assert run_ranks(_train, ranks, str(tmp_path), text) == [alone] * ranks
 
 
+def test_a_stream_is_read_in_the_same_order_on_any_number_of_ranks(
+    tmp_path: Path, text: list[str], alone: dict[str, Any]
+) -> None:
+    (one,) = run_ranks(_train, 1, str(tmp_path / "one"), [*text, "--stream"])
+    assert one["steps"] == alone["steps"]
+    assert one["digest"] != alone["digest"], "another order"
+    arguments = [*text, "--stream", "--save-every", "2"]
+    assert not any(outcome.ok for outcome in collect_outcomes(_train, 2, str(tmp_path / "two"), arguments, 5))
+    assert run_ranks(_train, 2, str(tmp_path / "two"), arguments) == [one] * 2
+
+
 @pytest.mark.parametrize("then", [1, pytest.param(2, marks=pytest.mark.campaign)])
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, text: list[str], alone: dict[str, Any], then: int

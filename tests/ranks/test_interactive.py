@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +15,9 @@ import pytest
 import lockstep
 from lockstep import knobs
 from lockstep.interactive.cell import RemoteValue
+from lockstep.interactive.messages import RunCell
 from lockstep.interactive.output import CellText
+from lockstep.interactive.pool import RankPool
 from lockstep.interactive.ranks import follow
 from tests.launching import gone_within
 
@@ -118,6 +120,11 @@ def test_an_error_has_the_frames_of_the_cells_alone() -> None:
         with pytest.raises(lockstep.CellFailed, match="all ranks failed: SystemExit: 3"):
             ranks.run("import sys; sys.exit(3)")
         assert ranks.run("x") == 1
+        with pytest.raises(
+            lockstep.CellFailed, match=r"NoTerminal: rank 1 is at a breakpoint .<cell 7>:1 in <module>.,"
+        ):
+            ranks.run("breakpoint() if rank == 1 else None")
+        assert ranks.run("x") == 1
 
 
 @pytest.mark.usefixtures("bare")
@@ -150,6 +157,83 @@ def test_sigint_that_a_kernel_sends_to_its_whole_group_asks_ranks_for_nothing() 
         for pid in ranks.pids():
             os.kill(pid, signal.SIGINT)  # between cells
         assert ranks.run("os.kill(os.getpid(), 2)\nrank") == 0  # and in one
+
+
+@pytest.mark.usefixtures("bare")
+def test_a_handler_that_a_cell_sets_lasts_for_the_cell() -> None:
+    with _ranks() as ranks:
+        ranks.run("import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)")
+        for pid in ranks.pids():
+            os.kill(pid, signal.SIGINT)
+        error = ranks.interrupted("import time\nprint('now', flush=True)\ntime.sleep(1000)")
+        assert isinstance(error, lockstep.CellInterrupted)
+        assert ranks.run("rank") == 0
+
+
+@pytest.mark.usefixtures("bare")
+def test_several_interrupts_at_once_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(knobs.TIMES, "stranded=0.1")
+    source = """
+        import time
+        try:
+            print('now', flush=True)
+            time.sleep(1000)
+        finally:
+            time.sleep(0.5)  # tidies up
+    """
+    with _ranks() as ranks:
+        error = ranks.interrupted(source, times=4)
+        assert isinstance(error, lockstep.CellInterrupted), error
+        assert ranks.run("rank") == 0
+
+
+@pytest.mark.usefixtures("bare")
+def test_interrupts_that_go_on_end_ranks_that_do_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(knobs.TIMES, "stranded=0.1,parting=1000")
+    with _ranks() as ranks:
+        running = ranks.begin("import time\nwhile True:\n    try: time.sleep(1)\n    except KeyboardInterrupt: pass")
+        while not running.is_over:
+            running.turn()
+            running.interrupt()
+        with pytest.raises(lockstep.RankFailed, match="did not stop when the cell was interrupted"):
+            running.result()
+
+
+@pytest.mark.usefixtures("bare")
+def test_an_interrupt_while_a_cell_begins_is_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _ranks() as ranks:
+        send = RankPool.send
+
+        def interrupted(pool: RankPool, rank: int, message: object, fds: Sequence[int] = ()) -> None:
+            send(pool, rank, message, fds)
+            if isinstance(message, RunCell) and rank == 0:
+                signal.raise_signal(signal.SIGINT)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(RankPool, "send", interrupted)
+            with pytest.raises(lockstep.CellInterrupted, match="on ranks 0 and 1"):
+                ranks.run("import time; time.sleep(1000)")
+        assert ranks.run("rank") == 0
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize("last", ["'of the fork'", "raise ValueError('in the fork')", "raise SystemExit(3)"])
+def test_a_process_that_a_cell_forks_ends_with_the_cell(last: str, capfd: pytest.CaptureFixture[str]) -> None:
+    source = f"""
+        pid, value = os.fork() if rank == 0 else None, 9
+        if pid:
+            value = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        elif pid == 0:
+            print('said by the fork')
+            {last}
+        value
+    """
+    with _ranks() as ranks:
+        assert ranks.cell(source) == {"'": 0, "r": 1 if "Value" in last else 3}[last[0]]
+        assert ranks.run("'next'") == "next"
+    written = capfd.readouterr()
+    assert written.out == "said by the fork\n"
+    assert ("ValueError: in the fork" in written.err) == ("Value" in last)
 
 
 @pytest.mark.usefixtures("bare")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -85,6 +86,20 @@ def test_skips(world):
 def test_is_not_started(world): ...
 
 @pytest.mark.ranks(2)
+class Base:
+    sizes = {2}
+    def test_size(self, world):
+        assert world.world_size in self.sizes
+
+@pytest.mark.ranks(1, 3)
+class TestDerived(Base):
+    sizes = {1, 3}
+
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (1, 2)])
+def test_marked_parameters(size, world):
+    assert world.world_size == size
+
+@pytest.mark.ranks(2)
 @pytest.mark.xfail(raises=ZeroDivisionError, strict=True)
 def test_fails_as_expected(world):
     if world.rank == 1:
@@ -95,7 +110,7 @@ def test_fails_as_expected(world):
 
 def test_tests_run_on_their_ranks(run: Run) -> None:
     result = run(_PLAIN, "-rxs")
-    result.assert_outcomes(passed=7, skipped=2, xfailed=1)
+    result.assert_outcomes(passed=11, skipped=2, xfailed=1)
     result.stdout.fnmatch_lines(["SKIPPED * not today", "SKIPPED * never"], consecutive=False)
 
 
@@ -195,6 +210,140 @@ def test_failures_are_told_by_rank(run: Run) -> None:
     assert text.count("E       SystemExit: gone") == 1, "said once for both ranks"
 
 
+_JUDGED_ON_RANKS = """
+import os
+import pytest
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(raises=AssertionError)
+def test_another_error_than_expected(world):
+    raise TypeError("not the one")
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(raises=AssertionError)
+def test_dies_instead_of_failing_as_expected(world):
+    os._exit(3)
+
+@pytest.mark.ranks(2)
+def test_passes_against_what_it_expects_itself(request, world):
+    if world.rank == 1:
+        request.node.add_marker(pytest.mark.xfail(strict=True))
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail
+def test_dies_as_expected(world):
+    os._exit(3)
+
+@pytest.mark.ranks(2)
+def test_has_its_report_changed(world): ...
+
+@pytest.mark.ranks(2)
+def test_part(subtests, world):
+    with subtests.test("skipped"):
+        pytest.skip("only this part")
+    with subtests.test("failed"):
+        assert world.rank == 0
+
+@pytest.mark.ranks(2)
+def test_skips_a_part(subtests, world):
+    with subtests.test("skipped"):
+        pytest.skip("only this part")
+"""
+_REPORTS_CHANGED = """
+import os
+import pytest
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if item.name == "test_has_its_report_changed" and call.when == "call" and os.environ.get("RANK") == "1":
+        report.outcome, report.longrepr = "failed", "a hook has found something"
+    return report
+"""
+
+
+def test_a_test_has_failed_where_a_rank_says_so_in_whatever_way(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(_REPORTS_CHANGED)
+    result = run(_JUDGED_ON_RANKS, "-vv")
+    result.assert_outcomes(failed=5, passed=1, xfailed=1)
+    result.stdout.fnmatch_lines_random(
+        [
+            "E       TypeError: not the one",
+            "FAILED *::test_dies_instead_of_failing_as_expected - rank * of 2 ended with exit code 3 in the test",
+            "FAILED * rank 1 of 2: [[]XPASS(strict)]*",
+            "FAILED * rank 1 of 2: a hook has found something",
+            "FAILED *::test_part - rank 1 of 2: *assert 1 == 0*",
+        ]
+    )
+
+
+_SAID = """
+import warnings
+import pytest
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("default")
+def test_it(world, record_property):
+    class OwnWarning(UserWarning): ...
+    warnings.warn("known to this rank alone", OwnWarning)
+    record_property("ranks", world.world_size)
+
+@pytest.mark.ranks(2)
+def test_skips(world):
+    pytest.skip("not today")
+"""
+
+
+def test_what_a_test_warns_of_and_records_arrives(run: Run, pytester: pytest.Pytester) -> None:
+    result = run(_SAID, "--junitxml=found.xml", "-rs")
+    result.assert_outcomes(passed=1, skipped=1, warnings=2)
+    result.stdout.fnmatch_lines(["*UserWarning: known to this rank alone", "SKIPPED [[]1] test_it.py:*: not today"])
+    assert '<property name="ranks" value="2" />' in (pytester.path / "found.xml").read_text()
+
+
+_AGAIN = """
+import pytest
+
+def pytest_addoption(parser):
+    parser.addoption("--report-log", dest="report_log")
+
+def pytest_configure(config):
+    if config.option.report_log:
+        with open(config.option.report_log, "a") as file:
+            file.write("opened\\n")
+
+def pytest_runtest_protocol(item, nextitem):  # as pytest-rerunfailures
+    from _pytest.runner import runtestprotocol
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for last in (False, True):
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+        if last or not any(report.failed for report in reports):
+            break
+        item._initrequest()
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+"""
+_FAILS_ONCE = """
+import pytest
+import torch.distributed as dist
+
+@pytest.mark.ranks(2)
+def test_it(world, pytestconfig):
+    tried = len(list(pytestconfig.rootpath.glob(f"try-{world.rank}-*")))
+    (pytestconfig.rootpath / f"try-{world.rank}-{tried}").touch()
+    dist.barrier()
+    assert world.rank == 0 or tried == 1
+"""
+
+
+def test_plugins_repeat_and_write_in_pytests_own_process_alone(run: Run, pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(_AGAIN)
+    run(_FAILS_ONCE, "--report-log=log").assert_outcomes(passed=1)
+    assert (pytester.path / "log").read_text() == "opened\n"
+
+
 _STUCK = """
 import threading
 import torch
@@ -276,6 +425,31 @@ def test_what_ranks_leave_is_found_and_ended(run: Run, pytester: pytest.Pytester
     )
     assert not gone_within([int(child.read_text())], 5.0)
     assert not Path("/dev/shm", memory.read_text()).exists()
+
+
+_BESIDE = """
+import os
+from multiprocessing import resource_tracker, shared_memory
+import pytest
+from lockstep.testing import leaks
+
+@pytest.mark.ranks(2)
+def test_runs_beside_one_that_leaves_memory(world, tmp_path):
+    if world.rank == 1:
+        leaks.sign(int(os.environ["ANOTHER_SESSION"]))
+        memory = shared_memory.SharedMemory(create=True, size=64)
+        resource_tracker.unregister("/" + memory.name, "shared_memory")
+        (tmp_path.parent / "memory").write_text(memory.name)
+"""
+
+
+def test_what_the_tests_of_another_session_leave_is_left_to_it(
+    run: Run, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANOTHER_SESSION", str(os.getppid()))
+    run(_BESIDE, "--basetemp", str(pytester.path / "temporary")).assert_outcomes(passed=1)
+    (memory,) = pytester.path.rglob("memory")
+    Path("/dev/shm", memory.read_text()).unlink()
 
 
 _ABANDONED = """
@@ -361,6 +535,14 @@ def test_fixtures_may_be_set_up_once_for_all_ranks(run: Run, pytester: pytest.Py
         (
             "class TestIt(unittest.TestCase):\n    @pytest.mark.ranks(2)\n    def test_it(self): ...",
             "*is for functions, and for methods of plain classes; this is a TestCaseFunction",
+        ),
+        (
+            "@pytest.mark.ranks(2)\n@pytest.mark.ranks(3)\ndef test_it(): ...",
+            "*@pytest.mark.ranks is there twice*",
+        ),
+        (
+            "@pytest.mark.parametrize('x', [pytest.param(1, marks=pytest.mark.ranks(2, 3))])\ndef test_it(x): ...",
+            "*@pytest.mark.ranks that comes after the test was multiplied*",
         ),
         (
             "def test_it(world): ...",

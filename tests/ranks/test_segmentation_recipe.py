@@ -71,6 +71,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 PLAIN = ["--norm", "group"]
 
 
+def test_a_stream_has_the_same_loss_on_several_ranks(tmp_path: Path, alone: dict[str, Any]) -> None:
+    (one,) = run_ranks(_train, 1, str(tmp_path / "one"), ["--stream", *PLAIN])
+    assert one["losses"] != pytest.approx(alone["losses"], rel=1e-4), "another order"
+    for result in run_ranks(_train, 2, str(tmp_path / "two"), ["--stream", *PLAIN]):
+        assert result["losses"] == pytest.approx(one["losses"], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("mode", "ranks"), [("ddp", 2), pytest.param("ddp", 3, marks=pytest.mark.campaign), ("dp --gpus cpu,cpu", 1)]
 )

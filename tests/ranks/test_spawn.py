@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from multiprocessing import get_context, resource_sharer
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,14 @@ def test_what_can_not_be_sent_fails_nothing_and_is_told(what: str, why: str) -> 
 
 def _give_tensors(rank: int) -> dict[str, Any]:
     weight = torch.nn.Parameter(torch.full((2, 3), float(rank)))
-    return {"model": torch.nn.Linear(2, 2), "weight": weight, "loss": (2 * weight).sum(), "part": torch.arange(6)[2:4]}
+    return {
+        "model": torch.nn.Linear(2, 2),
+        "weight": weight,
+        "loss": (2 * weight).sum(),
+        "part": torch.arange(6)[2:4],
+        "shape": torch.empty(3, device="meta"),
+        "sparse": torch.eye(2).to_sparse(),
+    }
 
 
 @pytest.mark.usefixtures("warm_zygote")
@@ -184,6 +192,8 @@ def test_tensors_and_models_come_as_copies() -> None:
         assert given["loss"].item() == 12.0 * rank
         assert given["part"].tolist() == [2, 3]
         assert given["model"](torch.ones(1, 2)).shape == (1, 2)
+        assert (given["shape"].is_meta, given["shape"].shape) == (True, (3,))
+        assert given["sparse"].to_dense().tolist() == [[1.0, 0.0], [0.0, 1.0]]
 
 
 @pytest.mark.gpu
@@ -224,6 +234,19 @@ def test_queues_locks_and_many_tensors() -> None:
 def test_arguments_that_make_no_sense(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         lockstep.spawn(functions.write, ("", ""), **options)
+
+
+async def _coroutine(rank: int) -> None: ...
+
+
+def _generator(rank: int) -> Iterator[int]:
+    yield rank
+
+
+@pytest.mark.parametrize("fn", [_coroutine, _generator])
+def test_a_function_of_which_a_call_runs_nothing_is_refused(fn: Callable[[int], object]) -> None:
+    with pytest.raises(TypeError, match=f"a call of {fn.__name__} only makes a coroutine or a generator"):
+        lockstep.spawn(fn, nprocs=2)
 
 
 @pytest.mark.usefixtures("bare")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import os
 import pickle
 import types
 
@@ -13,7 +14,7 @@ from lockstep.errors import LaunchError
 from lockstep.interactive import output
 from lockstep.interactive.messages import must_renew
 from lockstep.interactive.output import CellText, KeptOutput, RankPipe
-from lockstep.interactive.serve import _compiled
+from lockstep.interactive.serve import _compiled, _futures
 from lockstep.job.stop import Action, Agreement, Proposal
 from lockstep.launch import by_value, spawn
 
@@ -65,6 +66,24 @@ def test_a_pipe_cuts_no_character_in_two() -> None:
         pipe.close()
 
 
+def test_a_pipe_is_drained_of_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = RankPipe(1, 2)
+    try:
+        with open(pipe.writing, "wb", buffering=0, closefd=False) as file:
+            more = iter("123")
+
+            def read(descriptor: int, most: int) -> bytes:
+                file.write(next(more).encode())  # as a thread that never stops
+                return os.read(descriptor, most)
+
+            file.write(b"0")
+            monkeypatch.setattr(output, "os", types.SimpleNamespace(read=read, close=os.close))
+            assert pipe.drain() == [CellText(1, 2, "0")]
+            assert pipe.drain() == [CellText(1, 2, "1")]
+    finally:
+        pipe.close()
+
+
 @pytest.mark.parametrize(
     ("source", "value"),
     [
@@ -75,6 +94,9 @@ def test_a_pipe_cuts_no_character_in_two() -> None:
         ("# only a comment", None),
         ("for x in range(3): x", None),
         ("(\n  4\n)  # with a comment\n", 4),
+        ("4  # with a semicolon;", 4),
+        ("4;  # with a comment", None),
+        ("'4;'", "4;"),
     ],
 )
 def test_the_last_line_has_a_value_if_it_is_an_expression(source: str, value: object) -> None:
@@ -89,6 +111,34 @@ def test_a_syntax_error_has_no_frames_of_ours() -> None:
     with pytest.raises(SyntaxError) as raised:
         _compiled("x = (", "<cell 7>")
     assert raised.value.filename == "<cell 7>"
+
+
+@pytest.mark.parametrize(
+    ("source", "hint"),
+    [
+        ("import os\n!ls", "no magics and no !commands"),
+        ("%time 1", "no magics and no !commands"),
+        ("x = !ls", "no magics and no !commands"),
+        ("x?", "no magics and no !commands"),
+        ("await x", "asyncio.run"),
+        ("async with x: ...", "asyncio.run"),
+        ("x = (", ""),
+    ],
+)
+def test_what_only_ipython_understands_is_said(source: str, hint: str) -> None:
+    with pytest.raises(SyntaxError) as raised:
+        _compiled(source, "<cell 7>")
+    assert hint in str(raised.value)
+    assert ("plain Python" in str(raised.value)) == bool(hint)
+
+
+def test_an_import_from_the_future_holds_for_later_cells() -> None:
+    first, _ = _compiled("from __future__ import annotations", "<cell 1>")
+    body, last = _compiled("def f(x: unknown): ...\nf", "<cell 2>", _futures(first, 0))
+    space: dict[str, object] = {}
+    exec(body, space)
+    assert last is not None
+    assert eval(last, space).__annotations__ == {"x": "unknown"}
 
 
 def _typed(source: str) -> dict[str, object]:

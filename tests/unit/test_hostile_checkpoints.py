@@ -336,12 +336,17 @@ def _bad_orders(folder: Path) -> None:
     _forge(folder, "gradients.json", b'{"orders": {"": ["weight", 3]}}')
 
 
+def _bad_scale(folder: Path) -> None:
+    _forge(folder, "precision.json", b'{"loss_scale": {"scale": 3.0, "taken": 0, "skipped": 0}}')
+
+
 HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "another user's folder": (lambda folder: os.chown(folder, 12345, -1), "belongs to user 12345"),
     "another user's manifest": (lambda folder: os.chown(folder / MANIFEST, 12345, -1), "belongs to user 12345"),
     "another user's file": (lambda folder: os.chown(folder / MODEL, 12345, -1), "belongs to user 12345"),
     "no random number generators": (_bad_rng, "not the states of random number generators"),
     "an order of numbers": (_bad_orders, "not the orders in which gradients come"),
+    "a loss scale of 3": (_bad_scale, "not the state of a loss scale"),
 }
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from multiprocessing import shared_memory
 
+import pytest
+
 from lockstep.testing import leaks
 
 _HOLDS = """
@@ -20,18 +22,18 @@ sys.stdin.read()
 
 
 def test_what_is_left_is_found_and_removed() -> None:
-    before = leaks.shared_memory()
+    before = leaks.files()
     memory = shared_memory.SharedMemory(create=True, size=16)
     memory.close()
     assert memory.name not in before
     left = leaks.left_since(before, is_ours=lambda _: True, patience=0.05)
     assert memory.name in left
     leaks.remove(frozenset([memory.name]))
-    assert memory.name not in leaks.shared_memory()
+    assert memory.name not in leaks.files()
 
 
 def test_what_a_living_process_of_others_has_mapped_is_not_ours() -> None:
-    before = leaks.shared_memory()
+    before = leaks.files()
     memory = shared_memory.SharedMemory(create=True, size=16)
     memory.close()
     try:
@@ -47,6 +49,25 @@ def test_what_a_living_process_of_others_has_mapped_is_not_ours() -> None:
             holder.communicate()
     finally:
         memory.unlink()
+
+
+def test_memory_that_says_whose_it_is_is_found_by_that_session_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for private in ("_SHM_NAME_PREFIX", "_SHM_SAFE_NAME_LENGTH"):
+        monkeypatch.setattr(shared_memory, private, getattr(shared_memory, private))
+    with subprocess.Popen(["sleep", "60"]) as ended:
+        ended.kill()
+    before = leaks.files()
+    of_sessions = {}
+    for session in (os.getpid(), os.getppid(), ended.pid):
+        leaks.sign(session)
+        memory = shared_memory.SharedMemory(create=True, size=16)
+        memory.close()
+        of_sessions[session] = memory.name
+    try:
+        left = leaks.left_since(before, is_ours=leaks.is_below_this_process, patience=0.05)
+        assert left & set(of_sessions.values()) == {of_sessions[os.getpid()]}
+    finally:
+        leaks.remove(frozenset(of_sessions.values()))
 
 
 def test_this_process_and_what_it_has_started_are_below_it() -> None:

@@ -13,7 +13,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 import safetensors.torch
@@ -64,7 +64,7 @@ class Exported:
 
     path: Path
     #: The checkpoint it came from.
-    source: Path
+    source: PurePath
     form: Form
     tensors: int
     size: int
@@ -76,7 +76,13 @@ class Exported:
 
 
 def export(
-    path: Path, output: Path, *, form: Form, step: int | None = None, extra: str | None = None, overwrite: bool = False
+    path: PurePath,
+    output: Path,
+    *,
+    form: Form,
+    step: int | None = None,
+    extra: str | None = None,
+    overwrite: bool = False,
 ) -> Exported:
     """Write the model of the newest complete and sound checkpoint.
 
@@ -99,9 +105,9 @@ def export(
     if not overwrite and (there := form.present(output)):
         raise CheckpointError(f"{there[0]} already exists: choose another name, or overwrite it")
 
-    chosen = step is not None or is_checkpoint(path.resolve())
+    chosen = step is not None or is_checkpoint(path)
 
-    def read_state(folder: Path) -> tuple[str, Mapping[str, Any]]:
+    def read_state(folder: PurePath) -> tuple[str, Mapping[str, Any]]:
         words = why_unsound(folder, read_manifest(folder))
         if extra is None:
             return words, read_model(folder, only_sound=not chosen)
@@ -121,7 +127,7 @@ def export(
     return Exported(output, source, form, tensors, size, len(files), damaged, lost)
 
 
-def _extra(folder: Path, name: str, *, only_sound: bool) -> Mapping[str, Any]:
+def _extra(folder: PurePath, name: str, *, only_sound: bool) -> Mapping[str, Any]:
     saved = read(folder, only_sound=only_sound).parts.get("extra", {})
     if name not in saved:
         there = f"it has {', '.join(map(repr, saved))}" if saved else "it has none"

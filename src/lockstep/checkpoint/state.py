@@ -37,7 +37,7 @@ from lockstep.checkpoint.read import Contents
 from lockstep.checkpoint.safetensors import USE_DCP, unsavable
 from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
 from lockstep.job import flight
-from lockstep.step import gradient_order, streams
+from lockstep.step import gradient_order, loss_scale, streams
 from lockstep.step.local_training import LocalTraining, local_training_of
 from lockstep.text import counted
 
@@ -136,6 +136,9 @@ class RunState:
         orders = gradient_order.orders_in(bare(self.model))
         if orders:
             parts["gradients"] = {"orders": orders}
+        scale = loss_scale.scale_of(self.model)
+        if scale is not None:
+            parts["precision"] = {"loss_scale": scale.state_dict()}
         return parts
 
     def judges(self) -> Callable[[str], bool]:
@@ -210,6 +213,8 @@ class RunState:
         ]
         if "local_steps" in contents.parts and self.local_training is None:
             unused.append("the state of LocalSteps")
+        if "precision" in contents.parts and loss_scale.scale_of(self.model) is None:
+            unused.append("the loss scale of precision='fp16'")
         return unused + [f"extra {name!r}" for name in contents.parts.get("extra", {}) if name not in self.extra]
 
     def small_states(self) -> list[tuple[Stateful, Any]]:
@@ -249,6 +254,9 @@ class RunState:
                 saved = {**saved, "state": owns[rank]["optimizer"]}
             _load_optimizer(self.optimizer, saved)
         gradient_order.take_orders(model, parts["gradients"]["orders"] if "gradients" in parts else {})
+        scale = loss_scale.scale_of(self.model)
+        if scale is not None and "precision" in parts:  # otherwise it begins anew
+            scale.load_state_dict(parts["precision"]["loss_scale"])
         if training is not None:
             common = parts.get("local_steps", {})
             if common:
@@ -497,6 +505,16 @@ def refuse_malformed_orders(part: Any, *, where: str) -> None:
     lists = [*orders.values()] if isinstance(orders, dict) else [None]
     if not all(isinstance(each, list) and all(isinstance(name, str) for name in each) for each in lists):
         raise CheckpointCorrupt(f"{where}: not the orders in which gradients come")
+
+
+def refuse_malformed_precision(part: Any, *, where: str) -> None:
+    """Refuse what is not what :meth:`RunState.trees` keeps of a loss scale.
+
+    Raises:
+        CheckpointCorrupt: it is not.
+    """
+    if not isinstance(part, dict) or not loss_scale.is_state(part.get("loss_scale")):
+        raise CheckpointCorrupt(f"{where}: not the state of a loss scale")
 
 
 def have_common_rng(states: Sequence[dict[str, Any]]) -> bool:

@@ -104,7 +104,8 @@ def shard(
             the same at every world size and after a resume: Note [Sample seeds] in ``data/seeding.py``. Only the
             generators that samples draw from are seeded; a sample that draws for the first time, and those of its
             batch, are fetched twice. A dataset that can fetch a whole batch at once (``__getitems__``) is asked sample
-            by sample once it draws.
+            by sample once it draws. Of a stream nothing is fetched twice, and without seeds
+            it is seeded where a pass begins.
         to_device: on a CUDA rank, pin the memory and copy each batch to ``world.device`` while the one before it is in
             use. On a CPU rank batches are handed over as they are.
         slices: cut every global batch into this many slices at any world size; a rank goes through several, one after
@@ -273,7 +274,7 @@ class ShardedLoader:
             seeded=seeded,
             cut=cut_of(rank=world.rank),
         )
-        self._inner = shared(inner, world, source, cut_of, seeded=seeded)
+        self._inner = shared(inner, world, source, cut_of)
         make = StreamEpochs if source.order == "stream" else Epochs
         self._epochs = make(source, world, loader=self._number, inner=inner)
         #: True if a batch may have fewer samples than this rank's share: torch's own collate_fn drops none.

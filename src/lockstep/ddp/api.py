@@ -24,13 +24,14 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from lockstep import _torch, tracebacks
 from lockstep.comm.calls import of_all_ranks
+from lockstep.ddp import forward_precision
 from lockstep.ddp import tracing as _tracing  # noqa: F401  (a trace sees gradients by it)
 from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.compare import why_unfit
 from lockstep.ddp.in_rounds import InRounds, why_unfit_for_local_steps
 from lockstep.ddp.local_steps import LocalSteps
 from lockstep.ddp.members import parameters_of
-from lockstep.ddp.options import CheckFinite, CompareEvery, ReplicaOptions
+from lockstep.ddp.options import CheckFinite, CompareEvery, Precision, ReplicaOptions
 from lockstep.ddp.replica import Replica
 from lockstep.errors import LockstepError
 from lockstep.step import streams
@@ -57,6 +58,7 @@ def replicate(
     sync: LocalSteps | None = None,
     compare_every: CompareEvery = "auto",
     same_batches: bool = False,
+    precision: Precision | None = None,
     **unknown: NoReturn,
 ) -> Model:
     """**Collective.** Make ``model`` a replica: the same parameters on every rank, and the same gradients.
@@ -114,6 +116,12 @@ def replicate(
             the inputs of the first three steps are the same on all ranks, and no sharded loader has handed them out: a
             loader that nobody has sharded. A batch that is the same in each step is not meant. See Note [A loader that
             nobody sharded] in same_batches.py.
+        precision: "bf16" or "fp16": compute each forward of the model inside :class:`torch.autocast`, on the kind of
+            device that its first parameter is on, and return float32 where it would return either of these.
+            Parameters, gradients and the optimizer's state stay as they are. With "fp16" call
+            ``lockstep.scale_loss(loss).backward()``: small gradients would be lost in float16, and a backward from a
+            loss that was not scaled is an error. A step whose gradients are infinite or NaN is left out on all ranks.
+            See Notes [Autocast around forward] in forward_precision.py and [Scaled losses] in loss_scaling.py.
         unknown: no other argument is taken; the error says what to do instead of those of torch's DDP.
 
     Raises:
@@ -138,6 +146,7 @@ def replicate(
         sync=sync,
         compare_every=compare_every,
         same_batches=same_batches,
+        precision=precision,
     )
     replica = attach(model, process_group, options)
     replica.announcing += (
@@ -165,7 +174,7 @@ _TORCHS = {
     "forward_sync_buffers": "it is broadcast_buffers here",
     "bucket_cap_mb_list": "give first_bucket_mb for the first bucket and bucket_cap_mb for the others",
     "device_mesh": "give process_group=mesh.get_group()",
-    "mixed_precision": "compute in low precision with torch.autocast, and average in it with "
+    "mixed_precision": "compute in low precision with precision='bf16' or 'fp16', and average in it with "
     "lockstep.register_comm_hook(model, None, lockstep.bf16_compress_hook)",
 }
 #: Attribute of torch's wrapper that a replica lacks -> what to use instead.
@@ -217,6 +226,7 @@ def release(model: nn.Module) -> nn.Module:
     module = replica.module
     assert module is not None  # replica_of found it by its module
     replica.release()
+    forward_precision.detach(module)
     del _replicas[module]
     return module
 
@@ -327,8 +337,12 @@ def attach(
     unfit = unfit or why_unfit(model, group, sends_buffers=options.sends_buffers, runs_hooks=wrapper is None)
     if options.sync is not None:
         unfit = unfit or why_unfit_for_local_steps(model)
+    if options.precision is not None:
+        unfit = unfit or forward_precision.why_unfit(model, options.precision)
     replica = Replica(model, group, options, unfit=unfit)
     _replicas[model] = replica
+    if options.precision is not None:
+        forward_precision.attach(model, options.precision, group)
     if wrapper is not None:
         weakref.finalize(wrapper, _release_unwrapped, weakref.ref(model), weakref.ref(replica)).atexit = False
     return replica
@@ -354,6 +368,7 @@ def _release_unwrapped(model: weakref.ref[nn.Module], replica: weakref.ref[Repli
     if module is None or attached is None or _replicas.get(module) is not attached or attached.is_in_backward:
         return
     attached.release()
+    forward_precision.detach(module)
     del _replicas[module]
 
 

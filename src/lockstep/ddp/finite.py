@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import math
 from cmath import isfinite
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from lockstep import _torch, callsite
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.looks import total_of
-from lockstep.ddp.bucket import Bucket
+from lockstep.ddp.bucket import SMALL, Bucket
 from lockstep.ddp.options import CheckFinite
 from lockstep.ddp.rider import BackwardState
 from lockstep.errors import NonFiniteGradient
@@ -39,6 +40,33 @@ MOST_SKIPPED = 100
 def is_finite(values: Tensor) -> bool:
     """Return whether all of ``values`` are finite; see Note [Looking at gradients]. Waits for their device."""
     return isfinite(total_of(values).item()) or bool(values.isfinite().all())
+
+
+def dense_grads(params: Iterable[Tensor]) -> list[Tensor]:
+    """Return the dense values of the parameters' gradients."""
+    grads = [param.grad.detach() for param in params if param.grad is not None]
+    return [grad if grad.layout == torch.strided else grad._values() for grad in grads]
+
+
+def are_sound(params: Iterable[Tensor]) -> bool:
+    """Return whether the parameters' gradients, on a CPU, are finite for certain. As this runs in each step of a rank
+    that is alone, small gradients are joined, which takes less time than adding up each of them."""
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for grad in [param.grad for param in params]:
+        assert grad is not None  # (for the type checker)
+        values = grad if grad.layout is torch.strided else grad._values()
+        if values.numel() < SMALL:
+            small.setdefault(values.dtype, []).append(values.flatten())
+        elif not isfinite(total_of(values).item()):
+            return False
+    return all(isfinite(total_of(torch.cat(those)).item()) for those in small.values())
+
+
+def magnitude(values: Iterable[Tensor]) -> Tensor:
+    """Return the greatest magnitude in ``values``: infinite or NaN if one of them is (0-dim); waits for nothing."""
+    parts = [torch.view_as_real(each) if each.is_complex() else each for each in values if each.numel()]
+    greatest: Tensor = get_total_norm(parts, math.inf)
+    return greatest
 
 
 def _magnitudes_of(grads: Sequence[Tensor]) -> list[Tensor]:

@@ -29,18 +29,24 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lockstep import accelerator, callsite
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.looks import total_of
-from lockstep.ddp.bucket import SMALL, Bucket
-from lockstep.ddp.finite import MOST_SKIPPED, is_finite, note_left_out, words_for
+from lockstep.ddp.bucket import Bucket
+from lockstep.ddp.finite import (
+    MOST_SKIPPED,
+    are_sound,
+    dense_grads,
+    is_finite,
+    magnitude,
+    note_left_out,
+    words_for,
+)
 from lockstep.ddp.rider import BackwardState
 from lockstep.ddp.stepping import alert, alerted, leave_out, params_of, quiet, watch_steps
 from lockstep.errors import NonFiniteGradient
@@ -246,12 +252,12 @@ class StepGuard:
             return
         if not all(param.is_cpu for param in mine):
             if not self._unread:  # otherwise each bucket has been looked at
-                self._look_later(_dense(mine), of_this=False)
+                self._look_later(dense_grads(mine), of_this=False)
             return
-        if _are_sound(mine):
+        if are_sound(mine):
             self._in_a_row = 0
             return
-        bad = [self._names[id(param)] for param in mine if any(not is_finite(grad) for grad in _dense([param]))]
+        bad = [self._names[id(param)] for param in mine if any(not is_finite(grad) for grad in dense_grads([param]))]
         if bad:
             self._leave_out(optimizer, bad)
 
@@ -288,33 +294,6 @@ def _not_finite(params: Iterable[Parameter]) -> set[int]:
     return {id(param) for param in params if not is_finite(param.detach())}
 
 
-def _dense(params: Iterable[Tensor]) -> list[Tensor]:
-    """Return the dense values of the parameters' gradients."""
-    grads = [param.grad.detach() for param in params if param.grad is not None]
-    return [grad if grad.layout == torch.strided else grad._values() for grad in grads]
-
-
-def _are_sound(params: Iterable[Tensor]) -> bool:
-    """Return whether the parameters' gradients, on a CPU, are finite for certain. As this runs in each step of a rank
-    that is alone, small gradients are joined, which takes less time than adding up each of them."""
-    small: dict[torch.dtype, list[Tensor]] = {}
-    for grad in [param.grad for param in params]:
-        assert grad is not None  # (for the type checker)
-        values = grad if grad.layout is torch.strided else grad._values()
-        if values.numel() < SMALL:
-            small.setdefault(values.dtype, []).append(values.flatten())
-        elif not cmath.isfinite(total_of(values).item()):
-            return False
-    return all(cmath.isfinite(total_of(torch.cat(those)).item()) for those in small.values())
-
-
-def _magnitude(values: Iterable[Tensor]) -> Tensor:
-    """Return the greatest magnitude in ``values``: infinite or NaN if one of them is (0-dim); waits for nothing."""
-    parts = [torch.view_as_real(each) if each.is_complex() else each for each in values if each.numel()]
-    magnitude: Tensor = get_total_norm(parts, math.inf)
-    return magnitude
-
-
 class _Unread:
     """The magnitude of averages, on its way from a GPU to the host.
 
@@ -326,7 +305,7 @@ class _Unread:
     def __init__(self, averages: Iterable[Tensor], *, is_older: bool) -> None:
         #: True if they are of an earlier backward than the one under way.
         self.is_older = is_older
-        self._magnitude = accelerator.HostCopy(_magnitude(averages))
+        self._magnitude = accelerator.HostCopy(magnitude(averages))
 
     def read(self) -> bool:
         """Return whether one of the averages is not finite."""

@@ -9,6 +9,7 @@ from lockstep.ddp.local_steps import LocalSteps
 
 CheckFinite = Literal["step", "off", "warn", "skip", "raise"]
 CompareEvery = int | Literal["auto"] | None
+Precision = Literal["bf16", "fp16"]
 
 _MIB = 1024 * 1024
 
@@ -35,6 +36,8 @@ class ReplicaOptions:
     compare_every: CompareEvery = "auto"
     #: True if the ranks train on the same batches on purpose.
     same_batches: bool = False
+    #: The dtype in which forwards compute; None: that of the parameters.
+    precision: Precision | None = None
 
     def __post_init__(self) -> None:
         sizes = [("bucket_cap_mb", self.bucket_cap_mb), ("first_bucket_mb", self.first_bucket_mb)]
@@ -48,8 +51,24 @@ class ReplicaOptions:
             raise ValueError(
                 f"compare_every={every!r}: expected 'auto', a number of steps, or None (or 0) to compare nothing"
             )
+        if self.precision is not None:
+            self._refuse_imprecise()
         if self.sync is not None:
             self._refuse_what_averages()
+
+    def _refuse_imprecise(self) -> None:
+        if self.precision not in get_args(Precision):
+            raise ValueError(f"precision={self.precision!r}: expected 'bf16', 'fp16' or None")
+        if self.precision == "fp16" and self.check_finite not in ("step", "off"):
+            raise ValueError(
+                f"check_finite={self.check_finite!r} with precision='fp16': infinite gradients are how a loss scale is "
+                "found, and such steps are left out on all ranks by themselves: leave check_finite out"
+            )
+        if self.precision == "fp16" and self.sync is not None:
+            raise ValueError(
+                "precision='fp16' with LocalSteps: the ranks would leave out different steps and have different loss "
+                "scales: choose precision='bf16', which needs no loss scale, or average every gradient (without sync=)"
+            )
 
     def _refuse_what_averages(self) -> None:
         if not isinstance(self.sync, LocalSteps):

@@ -16,7 +16,7 @@ from lockstep._torch import ignored_by_ddp
 from lockstep.ddp import api
 from lockstep.ddp.comm_hooks import CommHook, fp16_compress_hook
 from lockstep.ddp.members import buffers_of, ignore, parameters_of
-from lockstep.ddp.options import CheckFinite, CompareEvery, ReplicaOptions
+from lockstep.ddp.options import CheckFinite, CompareEvery, Precision, ReplicaOptions
 from lockstep.ddp.replica import Replica
 from lockstep.step import streams
 from lockstep.text import joined
@@ -56,7 +56,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             checkpointed parts) works without it.
         delay_all_reduce_named_params: has no effect: these are averaged with the others.
         param_to_hook_all_reduce: belongs to ``delay_all_reduce_named_params``.
-        mixed_precision: must be None: torch.autocast computes in low precision, and
+        mixed_precision: must be None: ``precision`` computes in low precision, and
             ``register_comm_hook(None, lockstep.bf16_compress_hook)`` averages in it.
         device_mesh: a mesh of one dimension, instead of ``process_group``.
         skip_all_reduce_unused_params: has no effect: parameters that no rank uses travel in their bucket, for nothing.
@@ -69,6 +69,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         check_finite: see :func:`lockstep.replicate`.
         compare_every: see :func:`lockstep.replicate`.
         same_batches: see :func:`lockstep.replicate`.
+        precision: see :func:`lockstep.replicate`.
 
     Raises:
         RuntimeError: no parameter of the module requires a gradient, so there is nothing to average.
@@ -104,6 +105,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         check_finite: CheckFinite = "step",
         compare_every: CompareEvery = "auto",
         same_batches: bool = False,
+        precision: Precision | None = None,
     ) -> None:
         super().__init__()
         if not any(param.requires_grad for _, param in parameters_of(module)):
@@ -139,6 +141,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             bucket_cap_mb_list=tuple(bucket_cap_mb_list or ()),
             compare_every=compare_every,
             same_batches=same_batches,
+            precision=precision,
         )
         self.module = module
         self._attach(_choose_group(process_group, device_mesh))
@@ -340,8 +343,8 @@ _NOT_HERE = {
 def _refuse_mixed_precision(mixed_precision: Any) -> None:
     if mixed_precision is not None:
         raise ValueError(
-            f"mixed_precision={mixed_precision!r}: compute in low precision with torch.autocast, average in it with "
-            "register_comm_hook(None, lockstep.bf16_compress_hook), and leave this argument out"
+            f"mixed_precision={mixed_precision!r}: compute in low precision with precision='bf16' or 'fp16', average "
+            "in it with register_comm_hook(None, lockstep.bf16_compress_hook), and leave this argument out"
         )
 
 

@@ -38,8 +38,6 @@ from lockstep.text import joined, sentence, which_ranks
 
 #: Seconds between two looks at what has been asked for meanwhile.
 _TURN = 0.05
-#: The most interrupts after which ranks still have time to stop.
-_PATIENT = 2
 #: Seconds that the ranks have to begin their process groups anew.
 _RENEWING = 60.0
 
@@ -70,11 +68,11 @@ class RemoteValue:
 class RunningCell:
     """A cell on all ranks, from its beginning to its end; made by :meth:`lockstep.InteractiveRanks.begin`.
 
-    Its owner calls :meth:`turn` until :attr:`is_over`, and then :meth:`result`.
+    Its owner calls :meth:`start`, :meth:`turn` until :attr:`is_over`, and then :meth:`result`.
     """
 
     def __init__(self, pool: RankPool, number: int, source: str) -> None:
-        self._pool, self._number = pool, number
+        self._pool, self._number, self._source = pool, number, source
         self._stage = _CellStage.RUNNING
         self._returned = Returned()
         self._ended: dict[int, CellEnded] = {}
@@ -82,7 +80,8 @@ class RunningCell:
         self.output = {rank: KeptOutput() for rank in pool.ranks}
         self._notes: list[str] = []
         self._begun_at = {rank: pool.steps(rank) for rank in pool.ranks}
-        self._asked = 0
+        #: The interrupts so far, and those that had come when the last way to stop the ranks was begun.
+        self._asked = self._asked_before = 0
         self._asked_at_once = False
         #: The monotonic time of the next, harder way to interrupt; None: none is due.
         self._next_way: float | None = None
@@ -97,9 +96,12 @@ class RunningCell:
         self._waits: dict[int, tuple[int, float]] = {}
         self._error: LaunchError | None = None
         report.say_on(self)
-        for rank in pool.ranks:
+
+    def start(self) -> None:
+        """Tell the ranks to run it."""
+        for rank in self._pool.ranks:
             fds = [self._returned.descriptor] if rank == 0 else []
-            pool.send(rank, RunCell(number, source), fds)
+            self._pool.send(rank, RunCell(self._number, self._source), fds)
 
     # What is heard --------------------------------------------------------------------------------------------------
 
@@ -245,13 +247,19 @@ class RunningCell:
                 self._asked_at_once, self._next_way = True, now + knobs.times().stranded
                 self._ask_running(InterruptCell(self._number, True))
             return
-        if self._next_way is None or not (now > self._next_way or self._asked > _PATIENT):
+        if self._next_way is None or not (now > self._next_way or self._insists):
             return
         if not self._freed:  # one that waits in compiled code hears of the interrupt only when the wait ends
             self._free_those(self._running, "the cell was interrupted")
-            self._next_way = now + knobs.times().parting
+            self._next_way, self._asked_before = now + knobs.times().parting, self._asked
             return
         self._give_up(self._running, f"{which_ranks(self._running)} did not stop when the cell was interrupted", now)
+
+    @property
+    def _insists(self) -> bool:
+        """Whether one more interrupt has come since the ranks were freed. (Those in quick succession mean one thing,
+        and ranks that tidy up after it keep their time.)"""
+        return 0 < self._asked_before < self._asked
 
     def _give_up(self, ranks: list[int], why: str, now: float) -> None:
         """End all ranks, for the sake of some of them."""

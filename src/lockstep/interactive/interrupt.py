@@ -39,7 +39,7 @@ class CellInterrupts:
         self._after_step = self._at_once = 0
         self._steps = 0
         self._agreement: Agreement | None = None
-        signal.signal(signal.SIGINT, self._on_signal)
+        self._listen()
         flight.after_each_step(self._on_step)
 
     @contextmanager
@@ -57,6 +57,7 @@ class CellInterrupts:
             yield
         finally:
             self._armed = False
+            self._listen()  # again: the cell may have set a handler of its own
 
     def ask(self, number: int, *, at_once: bool) -> None:
         """Interrupt the cell of this number, if it is under way or still to come; called from another thread."""
@@ -65,6 +66,9 @@ class CellInterrupts:
             signal.pthread_kill(self._thread, signal.SIGINT)
         else:
             self._after_step = number
+
+    def _listen(self) -> None:
+        signal.signal(signal.SIGINT, self._on_signal)
 
     def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:
         if self._armed and self._at_once == self._number:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import codecs
+import fcntl
 import os
-import select
+import termios
+from collections import deque
 from dataclasses import dataclass, field
 
 #: Bytes read at once, and the most characters that are kept of one rank's output in a cell.
@@ -53,26 +56,20 @@ class RankPipe:
         os.close(self.writing)
         self.writing = -1
 
-    def read(self) -> tuple[list[CellText], bool]:
-        """Return what is there, and whether more may come."""
+    def read(self, most: int = _CHUNK) -> tuple[list[CellText], bool]:
+        """Return what is there, of very much the beginning, and whether more may come."""
         try:
-            data = os.read(self._reading, _CHUNK)
+            data = os.read(self._reading, most)
         except BlockingIOError:
             return [], True
         text = self._decoder.decode(data, final=not data)
         return ([CellText(self.rank, self.stream, text)] if text else []), bool(data)
 
     def drain(self) -> list[CellText]:
-        """Return all that has been written so far."""
-        found: list[CellText] = []
-        poll = select.poll()
-        poll.register(self._reading, select.POLLIN)
-        while poll.poll(0):
-            written, goes_on = self.read()
-            found += written
-            if not goes_on:
-                break
-        return found
+        """Return all that has been written so far. (A thread of the rank may go on writing without end.)"""
+        size = array.array("i", [0])
+        fcntl.ioctl(self._reading, termios.FIONREAD, size)
+        return self.read(size[0])[0] if size[0] else []
 
     def close(self) -> None:
         """Close what is open."""
@@ -85,7 +82,7 @@ class RankPipe:
 class KeptOutput:
     """The output of one rank in one cell, in the order in which it came; of very much, the end."""
 
-    parts: list[CellText] = field(default_factory=list)
+    parts: deque[CellText] = field(default_factory=deque)
     _length: int = 0
     #: The characters that were left out at the beginning.
     left_out: int = 0
@@ -95,7 +92,7 @@ class KeptOutput:
         self.parts.append(written)
         self._length += len(written.text)
         while self._length > _KEPT and len(self.parts) > 1:
-            gone = len(self.parts.pop(0).text)
+            gone = len(self.parts.popleft().text)
             self._length -= gone
             self.left_out += gone
 

@@ -114,6 +114,8 @@ class InteractiveRanks:
             raise self.ended()
         self._number += 1
         self._cell = RunningCell(self._pool, self._number, source)
+        with _interrupted_by_signal(self._cell):  # on all ranks or none
+            self._cell.start()
         return self._cell
 
     def ended(self) -> LaunchError:

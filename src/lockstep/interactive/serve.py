@@ -5,21 +5,26 @@ what a user calls there (signals, matplotlib, asyncio) may need it.
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import base64
 import contextlib
 import ctypes
+import io
 import linecache
 import os
 import queue
+import re
 import socket
 import sys
 import threading
 import time
+import tokenize
 import types
 from dataclasses import asdict
 from types import CodeType
+from typing import NoReturn
 
 from lockstep import tracebacks
 from lockstep.errors import named, said
@@ -48,6 +53,10 @@ from lockstep.launch.returned import send
 _LONGEST = 50_000
 #: matplotlib's backend, which matplotlib imports.
 _FIGURES = "lockstep.interactive.figures"
+#: What ``from __future__ import …`` sets for the code that follows.
+_FUTURES = [getattr(__future__, name).compiler_flag for name in __future__.all_feature_names]
+#: Lines that only IPython understands.
+_OF_IPYTHON = re.compile(r"\s*([\w, ]+=\s*)?[!%?]|.*\?\s*$")
 
 
 def serve(rank: int, endpoint: socket.socket) -> None:
@@ -69,6 +78,8 @@ class _CellRunner:
         self._interrupts = CellInterrupts()
         self._main = types.ModuleType("__main__")
         vars(self._main)["__builtins__"] = sys.modules["builtins"]
+        #: What the cells so far have imported from __future__, as the compiler's flags.
+        self._flags = 0
 
     def run(self) -> None:
         if self._rank == 0:
@@ -131,25 +142,70 @@ class _CellRunner:
         name = f"<cell {cell.number}>"
         lines = cell.source.splitlines(keepends=True)
         linecache.cache[name] = (len(cell.source), None, lines, name)  # for tracebacks and inspect
-        body, last = _compiled(cell.source, name)
-        namespace = vars(self._main)
-        exec(body, namespace)
-        return None if last is None else eval(last, namespace)
+        body, last = _compiled(cell.source, name, self._flags)
+        self._flags = _futures(body, self._flags)
+        namespace, pid = vars(self._main), os.getpid()
+        try:
+            exec(body, namespace)
+            return None if last is None else eval(last, namespace)
+        finally:
+            if os.getpid() != pid:
+                _end_fork(sys.exc_info()[1])
 
 
-def _compiled(source: str, name: str) -> tuple[CodeType, CodeType | None]:
+def _end_fork(error: BaseException | None) -> NoReturn:
+    """End a process that a cell has forked, at the end of the cell, as it would have at the end of a script. It is no
+    rank, and the cell's value and end are the rank's to tell."""
+    code = 0
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        sys.stderr.write(_told(error).traceback)
+        code = 1
+    _flush()
+    os._exit(code)
+
+
+def _compiled(source: str, name: str, flags: int = 0) -> tuple[CodeType, CodeType | None]:
     """Return the code of a cell, and that of its last line if that is an expression whose value is wanted; a semicolon
-    behind it says that it is not, as in IPython."""
+    behind it says that it is not, as in IPython.
+
+    Args:
+        source: the cell.
+        name: what stands for its file.
+        flags: the compiler's, of what was imported from ``__future__`` before.
+    """
     try:
         tree = ast.parse(source, name)
         final = tree.body[-1] if tree.body else None
-        last: CodeType | None = None
-        if isinstance(final, ast.Expr) and not source.rstrip().endswith(";"):
+        wanted = isinstance(final, ast.Expr) and not _ends_with_semicolon(source)
+        if wanted:
             tree.body.pop()
-            last = compile(ast.Expression(final.value), name, "eval", dont_inherit=True)
-        return compile(tree, name, "exec", dont_inherit=True), last
+        body, last = compile(tree, name, "exec", flags, dont_inherit=True), None
+        if isinstance(final, ast.Expr) and wanted:
+            last = compile(ast.Expression(final.value), name, "eval", _futures(body, flags), dont_inherit=True)
+        return body, last
     except SyntaxError as error:
+        if _OF_IPYTHON.match(error.text or ""):
+            error.msg += " (a cell on ranks is plain Python: no magics and no !commands; subprocess.run runs a command)"
+        elif re.search(r"a(wait|sync).* outside ", error.msg):
+            error.msg += " (a cell on ranks is plain Python: asyncio.run(…) runs a coroutine)"
         raise error.with_traceback(None) from None
+
+
+def _futures(code: CodeType, flags: int) -> int:
+    """Return the compiler's flags for code that follows."""
+    for feature in _FUTURES:
+        flags |= code.co_flags & feature
+    return flags
+
+
+def _ends_with_semicolon(source: str) -> bool:
+    """Return whether the last token of a program is one."""
+    left_out = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER, tokenize.DEDENT}
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    said = [token.exact_type for token in tokens if token.type not in left_out]
+    return said[-1:] == [tokenize.SEMI]
 
 
 def _shown(value: object) -> str:

@@ -210,10 +210,13 @@ _background: set[int] = set()
 
 
 def take(folder: str | Path, *, rank: int, world_size: int) -> Flight:
-    """Make this process the writer of its rank's page; from now on STACK_SIGNAL asks it for its Python stacks."""
+    """Make this process the writer of its rank's page; from now on STACK_SIGNAL asks it for its Python stacks, and a
+    crash in native code leaves them in the same file."""
     pages = Pages(folder, world_size)
     stack = os.open(JobFiles(folder).stack(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
+    if not faulthandler.is_enabled():  # PYTHONFAULTHANDLER, or -X, has them written to standard error
+        faulthandler.enable(file=stack, all_threads=True)
     if _collects not in gc.callbacks:
         gc.callbacks.append(_collects)
     return use(Flight(pages.page(rank), rank=rank, pages=pages))

@@ -104,7 +104,9 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: object) -> Any:
         """Say how ``value`` is pickled; ``NotImplemented``: as ever."""
-        if self._torch is None or not isinstance(value, self._torch.Tensor) or value.device.type == "cpu":
+        if self._torch is None or not isinstance(value, self._torch.Tensor):
+            return NotImplemented
+        if value.device.type == "cpu" or value.is_meta:  # one of no device has nothing that could be copied
             return NotImplemented
         return _on_cpu(self._torch, value).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 

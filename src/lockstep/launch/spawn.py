@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
 import sys
 import time
@@ -89,6 +90,7 @@ def spawn(
         RankFailed: a rank raised or died; the others were stopped. The message holds the rank's traceback.
         LaunchError: the ranks could not be started, or could not import ``__main__`` again.
         EnvironmentMismatch: ``MASTER_PORT`` is not a port.
+        TypeError: ``fn`` is a coroutine or generator function, of which a call runs nothing.
         ValueError: ``nprocs`` is less than 1, ``start_method`` is another, or the ranks can't be bound to cores as
             ``LOCKSTEP_BIND`` says.
     """
@@ -98,6 +100,11 @@ def spawn(
         raise ValueError(
             f"start_method={start_method!r}: lockstep.spawn has only 'spawn', which forks ranks from a fresh process; "
             "for another, use torch.multiprocessing.start_processes"
+        )
+    if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise TypeError(
+            f"a call of {getattr(fn, '__qualname__', fn)} only makes a coroutine or a generator, and the ranks of "
+            "lockstep.spawn would end without having run it: spawn a function that calls asyncio.run, or loops over it"
         )
     ranks = SpawnContext(fn, args, nprocs, daemon=daemon)
     if not join:
@@ -117,7 +124,7 @@ class SpawnContext:
         preparation = multiprocessing_spawn.get_preparation_data("rank")
         _check_main(preparation)
         self._by_value = _is_typed(fn, preparation)
-        self._ranks = CalledRanks(["lockstep.spawn", self._name], nprocs)
+        self._ranks = CalledRanks(["lockstep.spawn", self._name], nprocs, lends=True)
         try:
             self._fork(preparation, fn, args)
         except BaseException:

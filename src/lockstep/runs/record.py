@@ -202,6 +202,11 @@ class Recorder:
         return remarks_of(self._about)
 
     @property
+    def folder(self) -> Path | None:
+        """The folder of the run's logs; None: there is none yet."""
+        return self._folder
+
+    @property
     def clock(self) -> float:
         """When the run began, on the monotonic clock: moments of the record count from then."""
         return self._clock

@@ -1,4 +1,12 @@
-"""Find the shared memory that a test leaves in /dev/shm, which outlives all processes."""
+"""Find the shared memory that a test leaves in /dev/shm, which outlives all processes.
+
+Note [Whose memory it is]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+The folder is the whole machine's, other tests run beside these (pytest-xdist), and a file that nobody has mapped tells
+nobody's name: whoever looked first would take another's for its own test's, fail it, and remove what the other is about
+to find. So the segments that Python makes on ranks of tests carry the process id of their session in their names. Those
+of programs that a rank starts anew do not; of them, what no other process has mapped is taken for the test's.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +15,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 
 from lockstep import _proc
@@ -15,10 +23,24 @@ from lockstep import _proc
 #: How the files in /dev/shm are called that torch, Python, OpenMP and MPI make, of which tests and jobs may leave some.
 #: Those of other programs on the machine come and go as they like.
 _MADE_HERE = re.compile(r"torch_|psm_|sem\.mp-|__KMP_REGISTERED_LIB_|mpich|lockstep")
+#: What :func:`sign` makes of names.
+_SIGNED = re.compile(r"psm_([0-9a-f]+)_")
 _FOLDER = "/dev/shm"
 
 
-def shared_memory() -> frozenset[str]:
+def sign(session: int) -> None:
+    """Have the segments that Python makes in this process and its forks say whose they are: Note [Whose memory it is].
+
+    Args:
+        session: the process id of the pytest that looks for what its tests leave.
+    """
+    prefix = f"/psm_{session:x}_"
+    # Private, and the same from Python 3.8 to 3.14. The length is macOS's limit; Linux takes 255 characters.
+    shared_memory._SHM_NAME_PREFIX = prefix  # type: ignore[attr-defined]
+    shared_memory._SHM_SAFE_NAME_LENGTH = len(prefix) + 8  # type: ignore[attr-defined]
+
+
+def files() -> frozenset[str]:
     """Return the names of the files in /dev/shm that a test may have made."""
     with suppress(OSError):  # there is no such folder
         return frozenset(name for name in os.listdir(_FOLDER) if _MADE_HERE.match(name))
@@ -28,26 +50,25 @@ def shared_memory() -> frozenset[str]:
 def left_since(before: frozenset[str], *, is_ours: Callable[[int], bool], patience: float) -> frozenset[str]:
     """Return the names of files that have come into /dev/shm for good, and are nobody else's.
 
-    The folder is the whole machine's, and other tests may run beside these. What others have just made they will have
-    mapped, or removed, in a moment.
+    What others have just made they will have mapped, or removed, in a moment. See Note [Whose memory it is].
 
     Args:
-        before: what was there, as :func:`shared_memory` returned it.
+        before: what was there, as :func:`files` returned it.
         is_ours: returns whether a living process belongs to who asks.
         patience: seconds for others to map or remove what is theirs.
     """
     deadline = time.monotonic() + patience
-    while files := shared_memory() - before:
-        files = (files - _mapped_by_others(is_ours)) & shared_memory()
-        if not files or time.monotonic() > deadline:
-            return files
+    while left := files() - before:
+        left = (left - _signed_by_others(left, is_ours) - _mapped_by_others(is_ours)) & files()
+        if not left or time.monotonic() > deadline:
+            return left
         time.sleep(0.01)
     return frozenset()
 
 
-def remove(files: frozenset[str]) -> None:
+def remove(left: frozenset[str]) -> None:
     """Remove files that were left in /dev/shm, and have this process's resource tracker forget them."""
-    for name in files:
+    for name in left:
         with suppress(FileNotFoundError):
             os.unlink(f"{_FOLDER}/{name}")
         if name.startswith("psm_"):
@@ -57,6 +78,16 @@ def remove(files: frozenset[str]) -> None:
 def is_below_this_process(pid: int) -> bool:
     """Return whether a process is this one, or one that it has started, or one of theirs."""
     return pid == os.getpid() or pid in _proc.descendants(os.getpid())
+
+
+def _signed_by_others(names: frozenset[str], is_ours: Callable[[int], bool]) -> frozenset[str]:
+    def is_others(session: int) -> bool:
+        with suppress(OSError):  # it has ended, and is not the one that asks
+            return not is_ours(session)
+        return True
+
+    signed = {name: int(found[1], 16) for name in names if (found := _SIGNED.match(name))}
+    return frozenset(name for name, session in signed.items() if is_others(session))
 
 
 def _mapped_by_others(is_ours: Callable[[int], bool]) -> frozenset[str]:

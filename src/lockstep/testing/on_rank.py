@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 from _pytest.config import create_terminal_writer
+from _pytest.runner import pytest_runtest_protocol
 
 from lockstep import knobs, tracebacks
 from lockstep.launch.policy import is_echo
+from lockstep.testing import leaks
 
 if TYPE_CHECKING:
     import warnings
@@ -30,7 +32,8 @@ _OF_THE_SESSION: dict[str, Any] = {
     "stepwise_skip": False, "cacheclear": False, "cacheshow": None, "usepdb": False, "trace": False, "xmlpath": None,
     "pastebin": None, "log_file": None, "setuponly": False, "setupplan": False, "setupshow": False, "capture": "no",
     "debug": None, "dist": "no", "distload": False, "numprocesses": None, "maxprocesses": None, "tx": [],
-    "looponfail": False, "cov_source": [], "no_cov": True,
+    "looponfail": False, "cov_source": [], "no_cov": True, "report_log": None, "htmlpath": None, "json_report": False,
+    "allure_report_dir": None, "csv_path": None,
 }  # fmt: skip
 #: The zygote has imported plugins before there was a pytest that would have rewritten their assertions.
 _IMPORTED = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
@@ -42,6 +45,8 @@ _REMEMBER = ("lfplugin", "nfplugin", "stepwiseplugin")
 class ItemOrder:
     """The test that the ranks are to run, and what their pytest is to know of the one that was started."""
 
+    #: The process id of that pytest.
+    session: int
     #: As on pytest's command line: the file, and the names in it.
     argument: str
     #: Fixture -> its pickled value, which the ranks have in common.
@@ -50,6 +55,26 @@ class ItemOrder:
     options: dict[str, Any]
     #: What pytest-xdist has told this worker; None: it is none.
     worker: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class RankWarning:
+    """A warning of the test."""
+
+    #: The category and its bases, the nearest first: module, name. A category may be known to its rank alone.
+    categories: tuple[tuple[str, str], ...]
+    message: str
+    file: str
+    line: int
+
+    @property
+    def category(self) -> type[Warning]:
+        """The nearest of the categories that this process has."""
+        for module, name in self.categories:
+            found = vars(sys.modules[module]).get(name) if module in sys.modules else None
+            if isinstance(found, type) and issubclass(found, Warning):
+                return found
+        return Warning
 
 
 #: "passed" and "skipped" as for pytest; "expected": failed as ``xfail`` said.
@@ -74,8 +99,10 @@ class RankReport:
     at: float = 0.0
     #: What was captured of the test's logs: its kind, text.
     sections: tuple[tuple[str, str], ...] = ()
-    #: Warnings: category, message, file, line.
-    warned: tuple[tuple[type[Warning], str, str, int], ...] = ()
+    #: Warnings.
+    warned: tuple[RankWarning, ...] = ()
+    #: What the test has recorded (``record_property``): name, value.
+    properties: tuple[tuple[str, str | int | float | bool | None], ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -89,6 +116,7 @@ def is_failure(report: RankReport | None) -> bool:
 
 def run_item(rank: int, order: ItemOrder) -> RankReport:
     """Run a test on this rank, and return what there is to say of it; called in the rank."""
+    leaks.sign(order.session)
     observer = _Observer(rank, order)
     try:
         code = _run(observer, order)
@@ -139,7 +167,10 @@ class _Observer:
         self._problem = ""
         self._found = RankReport()
         self._sections: dict[tuple[str, str], None] = {}
-        self._warned: dict[tuple[type[Warning], str, str, int], None] = {}
+        self._warned: dict[RankWarning, None] = {}
+        self._properties: dict[tuple[str, str | int | float | bool | None], None] = {}
+        #: What has ended the phase that is reported next.
+        self._raised: BaseException | None = None
         self._nothing = open(os.devnull, "w")  # noqa: SIM115  (for as long as the process lives)
 
     def report(self, exit_code: int) -> RankReport:
@@ -151,10 +182,13 @@ class _Observer:
                 "interrupted, or are its parameters, or what deselects tests, different in each process?"
             )
             found = RankReport("failed", text=problem, phase="collection", at=time.monotonic())
-        return replace(found, sections=tuple(self._sections), warned=tuple(self._warned))
+        return replace(
+            found, sections=tuple(self._sections), warned=tuple(self._warned), properties=tuple(self._properties)
+        )
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self._config = session.config
         plugins = session.config.pluginmanager
         for name in _REMEMBER:
             if plugins.has_plugin(name):
@@ -182,38 +216,53 @@ class _Observer:
             fixture.func, fixture.argnames = (lambda value=value: value), ()
         info.prune_dependency_tree()
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        """Run the test once, as pytest itself does: who repeats tests (pytest-rerunfailures) does it in pytest's own
+        process, on all ranks at once."""
+        return pytest_runtest_protocol(item, nextitem)
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[None]
+        self, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         if call.excinfo is not None:
             tracebacks.fold(call.excinfo.value)  # to the frames of the test and of what it tests
             call.excinfo = pytest.ExceptionInfo.from_exception(call.excinfo.value)
         report = yield
-        self._ended |= call.when == "teardown"
-        if call.excinfo is not None and not self._found.failed:
-            self._found = self._read(item, report, call.excinfo) or self._found
+        self._raised = None if call.excinfo is None else call.excinfo.value
         return report
 
-    def _read(
-        self, item: pytest.Item, report: pytest.TestReport, raised: pytest.ExceptionInfo[BaseException]
-    ) -> RankReport | None:
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note what a phase has come to by its report alone, as pytest does: hooks may have changed it, and one that
+        has failed need not have raised (``xfail(strict=True)``)."""
+        part_of_a_test = hasattr(report, "context")  # of a subtest; what it skips is not the test
+        self._ended |= report.when == "teardown" and not part_of_a_test
+        for name, value in report.user_properties:
+            self._properties[name, value if isinstance(value, (str, int, float, bool)) else str(value)] = None
+        if report.failed and not self._found.failed:
+            self._found = self._failure(report)
+        elif report.skipped and not part_of_a_test and not self._found.failed:
+            self._found = self._skip(report)
+
+    def _skip(self, report: pytest.TestReport) -> RankReport:
         at = time.monotonic()
-        if report.skipped:
-            expected = getattr(report, "wasxfail", None)
-            if expected is not None:
-                return RankReport("expected", reason=expected.removeprefix("reason: "), phase=report.when, at=at)
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(raised.value)
-            return RankReport("skipped", reason=reason.removeprefix("Skipped: "), phase=report.when, at=at)
-        if not report.failed:
-            return None
+        expected = getattr(report, "wasxfail", None)
+        if expected is not None:
+            return RankReport("expected", reason=expected.removeprefix("reason: "), phase=report.when or "", at=at)
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(self._raised or report.longrepr)
+        return RankReport("skipped", reason=reason.removeprefix("Skipped: "), phase=report.when or "", at=at)
+
+    def _failure(self, report: pytest.TestReport) -> RankReport:
+        at = time.monotonic()
         for title, text in report.sections:
             kind = title.split()[1]  # "Captured log call"
             if kind == "log":
                 self._sections[kind, text] = None
-        data = item.config.hook.pytest_report_to_serializable(config=item.config, report=report)
-        echo = is_echo(raised.typename, str(raised.value))
-        return RankReport("failed", phase=report.when, report=data, echo=echo, at=at)
+        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        echo = self._raised is not None and is_echo(type(self._raised).__name__, str(self._raised))
+        return RankReport("failed", phase=report.when or "", report=data, echo=echo, at=at)
 
     @pytest.hookimpl
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -228,7 +277,8 @@ class _Observer:
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
         each = warning_message
         if when == "runtest":
-            self._warned[each.category, str(each.message), each.filename, each.lineno] = None
+            kinds = tuple((kind.__module__, kind.__qualname__) for kind in each.category.__mro__)
+            self._warned[RankWarning(kinds, str(each.message), each.filename, each.lineno)] = None
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
     def pytest_timeout_set_timer(self) -> bool:

@@ -13,7 +13,7 @@ import pytest
 
 if TYPE_CHECKING:
     from lockstep.comm.world import World
-    from lockstep.testing.marks import RanksMark
+    from lockstep.testing.marks import RankCase, RanksMark
     from lockstep.testing.session import RanksSession
 
 _MARK = "ranks"
@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Have a run of the test for each world size and backend."""
-    mark = metafunc.definition.get_closest_marker(_MARK)
+    mark = _mark(metafunc.definition)
     if mark is None:
         return
     cases = _read(metafunc.definition, mark).cases()
@@ -63,35 +63,40 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if _is_rank(config):
         return
     for item in items:
-        mark = item.get_closest_marker(_MARK)
+        mark = _mark(item)
         if mark is not None:
-            _session(config).prepare(item, _read(item, mark))
+            wanted = _read(item, mark)
+            _case(item, wanted)
+            _session(config).prepare(item, wanted)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test on ranks."""
-    mark = pyfuncitem.get_closest_marker(_MARK)
+    mark = _mark(pyfuncitem)
     if mark is None or _is_rank(pyfuncitem.config):
         return None
     wanted = _read(pyfuncitem, mark)
-    callspec = getattr(pyfuncitem, "callspec", None)
-    case = callspec.params.get(_CASE) if callspec is not None else None
-    _session(pyfuncitem.config).run(pyfuncitem, wanted, case or next(iter(wanted.cases().values())))
+    _session(pyfuncitem.config).run(pyfuncitem, wanted, _case(pyfuncitem, wanted))
     return True
 
 
-@pytest.hookimpl(hookwrapper=True)
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, None]:
     """Report a failure by rank."""
     report = (yield).get_result()
-    if not report.failed or call.excinfo is None or _is_rank(item.config):
+    if call.excinfo is None or _is_rank(item.config) or _mark(item) is None:
         return
-    if item.get_closest_marker(_MARK) is not None:
-        from lockstep.testing.session import RanksFailed
+    from lockstep.testing.session import RanksFailed
 
-        if isinstance(call.excinfo.value, RanksFailed):
-            report.longrepr = call.excinfo.value.longrepr(item)
+    failed = call.excinfo.value
+    if not isinstance(failed, RanksFailed):
+        return
+    if failed.is_judged:  # else a mark xfail says whether ranks that died or hung were expected to
+        report.outcome = "failed"
+        vars(report).pop("wasxfail", None)
+    if report.failed:
+        report.longrepr = failed.longrepr(item)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -113,6 +118,42 @@ def _session(config: pytest.Config) -> RanksSession:
         session = RanksSession(config)
         config.pluginmanager.register(session, _SESSION)
     return session
+
+
+def _mark(item: pytest.Item) -> pytest.Mark | None:
+    """Return the mark of a test: its own, or that of the nearest class, module or package.
+
+    Raises:
+        pytest.UsageError: there are two in the same place.
+    """
+    for node in reversed(item.listchain()):
+        marks = [mark for mark in node.own_markers if mark.name == _MARK]
+        if len(marks) > 1 and not isinstance(node, pytest.Class):
+            raise pytest.UsageError(
+                f"{item.nodeid}: @pytest.mark.ranks is there twice, on the same test or on it and its parameter, and "
+                "one would be ignored: put all world sizes into one, @pytest.mark.ranks(2, 4)"
+            )
+        if marks:
+            return marks[-1]  # of a class, which comes after those of its bases
+    return None
+
+
+def _case(item: pytest.Item, wanted: RanksMark) -> RankCase:
+    """Return on which ranks a test runs.
+
+    Raises:
+        pytest.UsageError: its mark came after the test was multiplied, and asks for something else.
+    """
+    cases = [*wanted.cases().values()]
+    callspec = getattr(item, "callspec", None)
+    case: RankCase | None = callspec.params.get(_CASE) if callspec is not None else None
+    if case not in cases and not (case is None and len(cases) == 1):
+        raise pytest.UsageError(
+            f"{item.nodeid}: a @pytest.mark.ranks that comes after the test was multiplied (on a parameter, or added "
+            "by a hook) can't give it further runs: put it on the function, its class or its module, or have it be "
+            "the only one and ask for one world size and at most one backend"
+        )
+    return case or cases[0]
 
 
 def _read(node: pytest.Item, mark: pytest.Mark) -> RanksMark:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import sys
 import warnings
@@ -19,6 +20,7 @@ from _pytest._code.code import (
     ReprFileLocation,
     ReprTraceback,
 )
+from _pytest.outcomes import Failed, Skipped
 
 from lockstep import knobs
 from lockstep.errors import LaunchError
@@ -43,12 +45,20 @@ _COMMON = ("tmp_path",)
 _OTHERS = 5.0
 
 
-class RanksFailed(AssertionError):
-    """A test has failed on its ranks; pytest shows what each has to say."""
+class RanksFailed(Failed):
+    """A test has failed on its ranks; pytest shows what each has to say.
+
+    (No exception that a test could name: ``xfail(raises=AssertionError)`` is for the ranks to judge.)
+    """
 
     def __init__(self, verdict: RanksVerdict) -> None:
         super().__init__(verdict.reason)
         self._verdict = verdict
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether a rank's pytest has said that this is no failure which ``xfail`` expects."""
+        return any(told.report is not None for told in self._verdict.told)
 
     def longrepr(self, item: pytest.Item) -> ReprExceptionInfo:
         """Return what pytest shows: for ranks that say the same, a heading and their traceback with its values."""
@@ -124,7 +134,8 @@ class RanksSession:
         """Run a test on its ranks. Raises what pytest takes for a failed, skipped or expectedly failed test."""
         limit = mark.limit or self._limit
         shared = _pickled(item.funcargs, item.fixturenames)
-        order = ItemOrder(_argument(item), shared, self._parsed(), getattr(self._config, "workerinput", None))
+        worker = getattr(self._config, "workerinput", None)
+        order = ItemOrder(os.getpid(), _argument(item), shared, self._parsed(), worker)
         call = RankCall(
             on_rank.run_item,
             (order,),
@@ -134,7 +145,7 @@ class RanksSession:
             env={} if case.backend is None else {knobs.BACKEND: case.backend},
             captured=self._config.getoption("capture", "no") != "no",
         )
-        before = leaks.shared_memory()
+        before = leaks.files()
         try:
             self._team = self._team or Team((*_PRELOAD, *_plugins(self._config), *self._config.getini("ranks_preload")))
             result = self._team.run(call)
@@ -152,7 +163,7 @@ class RanksSession:
         if verdict.fate is TestFate.FAILED:
             raise RanksFailed(verdict)
         if verdict.fate is TestFate.SKIPPED:
-            pytest.skip(verdict.reason)
+            raise Skipped(verdict.reason, _use_item_location=True)
         if verdict.fate is TestFate.EXPECTED:
             pytest.xfail(verdict.reason)
 
@@ -224,9 +235,10 @@ def _show(item: pytest.Item, end: RankEnd) -> None:
     report = end.value
     if not isinstance(report, RankReport):
         return
+    item.user_properties += [each for each in report.properties if each not in item.user_properties]
     for title, text in report.sections:
         item.add_report_section("call", f"{title} of rank {end.rank}", text)
     with warnings.catch_warnings():
         warnings.simplefilter("always")  # the ranks' filters have let them through
-        for category, message, file, line in report.warned:
-            warnings.warn_explicit(message, category, file, line)
+        for each in report.warned:
+            warnings.warn_explicit(each.message, each.category, each.file, each.line)

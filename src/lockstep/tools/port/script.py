@@ -408,6 +408,16 @@ def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.A
     return None
 
 
+def method_of(call: cst.Call) -> str:
+    """Return the name of the method that is called; empty for a function."""
+    return call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+
+
+def is_cuda(call: cst.Call) -> bool:
+    """Return whether a script calls ``x.cuda()``, which torch has for this kind of device alone."""
+    return method_of(call) == "cuda"
+
+
 def has_stars(call: cst.Call) -> bool:
     """Return whether some arguments of a call are not seen: ``*args``, ``**kwargs``."""
     return any(each.star for each in call.args)

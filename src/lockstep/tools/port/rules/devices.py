@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from lockstep.tools.port.porting import Porting
-from lockstep.tools.port.script import argument, constant
+from lockstep.tools.port.script import argument, constant, is_cuda
 from lockstep.tools.port.values import Kind
 
 #: Numbers that name a rank's device.
@@ -29,7 +29,7 @@ def port_devices(porting: Porting) -> None:
         name = script.full_name(call.func)
         if name in ("torch.device", "torch.accelerator.current_accelerator") and values.may(call, Kind.DEVICE):
             _replace(porting, call)
-        elif isinstance(call.func, cst.Attribute) and call.func.attr.value == "cuda":
+        elif isinstance(call.func, cst.Attribute) and is_cuda(call):
             _port_cuda(porting, call, call.func)
         elif isinstance(call.func, cst.Attribute) and call.func.attr.value == "to":
             given = argument(call, "device", 0)

@@ -20,7 +20,7 @@ import libcst as cst
 
 from lockstep.tools.port.porting import SEEDING, Porting
 from lockstep.tools.port.rules.devices import PLACES, port_devices
-from lockstep.tools.port.script import Statement, argument, constant
+from lockstep.tools.port.script import Statement, argument, constant, is_cuda
 from lockstep.tools.port.values import DATA_PARALLEL, Kind, Loop
 
 #: Methods that a library calls, perhaps in a worker process, where there is no World.
@@ -196,7 +196,7 @@ def _initialise(porting: Porting, loaders: list[cst.Call], models: list[cst.Base
         name = script.full_name(call.func)
         method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
         device = name in ("torch.device", "torch.accelerator.current_accelerator") and values.may(call, Kind.DEVICE)
-        moves = method == "cuda" and not name
+        moves = is_cuda(call) and not name
         on_device = on_device or device or moves or (method == "to" and _names_device(porting, call))
         downloads = constant(given.value) == "True" if (given := argument(call, "download")) is not None else False
         at_top = script.function(call) is None and script.around(call, cst.ClassDef) is None
@@ -320,7 +320,7 @@ def _replicate(porting: Porting, models: list[cst.BaseExpression]) -> bool:
             call
             for call in script.all(cst.Call)
             if isinstance(call.func, cst.Attribute)
-            and call.func.attr.value in ("to", "cuda")
+            and (call.func.attr.value == "to" or is_cuda(call))
             and its & values.of(call.func.value)
             and porting.runs_after_init(call)
         ]
@@ -358,7 +358,7 @@ def _wrap_moved(porting: Porting, call: cst.Call) -> None:
 
     def make() -> str:
         owner = script.render(function.value)
-        if function.attr.value == "cuda":
+        if is_cuda(call):
             return f"lockstep.replicate({_with_statistics(porting, f'{owner}.to({porting.world(call)}.device)')})"
         given = argument(call, "device", 0)
         is_device = given is not None and len(call.args) == 1 and porting.values.alone(given.value, *PLACES)

@@ -9,7 +9,7 @@ import libcst as cst
 
 from lockstep.tools.port.porting import Porting
 from lockstep.tools.port.rules.loaders import multiply_batch
-from lockstep.tools.port.script import argument
+from lockstep.tools.port.script import argument, method_of
 from lockstep.tools.port.values import Kind
 
 #: What a rule for a method does; it returns False where it has none for these arguments.
@@ -87,10 +87,6 @@ def _rename(porting: Porting, foreign: ForeignObject) -> None:
 # Rules for methods.
 
 
-def _method(call: cst.Call) -> str:
-    return call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
-
-
 def as_method(text: str) -> MethodRule:
     """Return a rule that writes a call; ``{}`` stands for the object, ``{args}`` for all arguments as they are."""
 
@@ -101,7 +97,7 @@ def as_method(text: str) -> MethodRule:
         if text.endswith("({args})"):
             name = text.removesuffix("({args})")
             script.replace(call.func, lambda: name.format(script.render(owner)))
-            porting.changed(call, name.format("world"), f"the same as .{_method(call)}()")
+            porting.changed(call, name.format("world"), f"the same as .{method_of(call)}()")
             return True
 
         def make() -> str:
@@ -109,7 +105,7 @@ def as_method(text: str) -> MethodRule:
             return text.format(script.render(owner), args=given)
 
         script.replace(call, make)
-        porting.changed(call, text.format("world", args="..."), f"the same as .{_method(call)}()")
+        porting.changed(call, text.format("world", args="..."), f"the same as .{method_of(call)}()")
         return True
 
     return rule

@@ -354,3 +354,10 @@ def test_a_file_that_trains_nothing_is_refused() -> None:
     found = ported("import torch\n\nprint(torch.ones(3))\n")
     assert found.verdict is PortVerdict.REFUSED
     assert "no backward()" in found.remarks[0].why
+
+
+def test_numbers_that_are_drawn_in_the_loop_are_told() -> None:
+    text = changed(
+        ONE_DEVICE, "        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        x += torch.randn(1)\n"
+    )
+    assert "        x += torch.randn(1)" in told(ported(text), RemarkKind.DIFFERS)

@@ -8,6 +8,8 @@ from lockstep.tools.port.porting import Porting
 from lockstep.tools.port.script import argument, constant, has_stars
 from lockstep.tools.port.values import DISTRIBUTED_SAMPLER, Kind
 
+#: Names of functions by which scripts average over ranks.
+_REDUCTIONS = {"all_reduce", "reduce", "allreduce"}
 _BY_HAND = "write the DataLoader for one process, with the batch size of all ranks, and put it into lockstep.shard()"
 
 
@@ -154,6 +156,15 @@ def _shard(porting: Porting, loader: cst.Call, given: cst.Arg, sampler: cst.Call
             filter(None, [order, "the sampler repeated samples to give all ranks as many, and none is repeated now"])
         ),
     )
+    means = [each for each in script.all(cst.Call) if script.full_name(each.func).rpartition(".")[2] in _REDUCTIONS]
+    for each in means:
+        porting.differs(
+            each,
+            porting.short(each),
+            "in the last batch of an epoch some ranks may have fewer samples, or none, where the sampler gave all as "
+            "many, and a mean over ranks counts them alike",
+            "world.mean(value) in the loop is the mean over samples",
+        )
     for source, text in ((sampler, "the sampler's"), (loader, "the loader's")):
         if not porting.is_constant(source, "drop_last", "False"):
             porting.differs(

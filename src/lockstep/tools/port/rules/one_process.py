@@ -449,6 +449,12 @@ class _Figures:
 
     def _call(self, node: cst.Call) -> None:
         name = self._script.full_name(node.func)
+        if name.startswith(("torch.rand", "torch.normal", "torch.bernoulli", "numpy.random.", "random.")):
+            self._porting.differs(
+                node,
+                self._porting.short(node),
+                "each rank draws numbers of its own here, for its share of the batch, and so others than one process",
+            )
         method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
         if name == "print" or method in (
             "append",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from lockstep.errors import LockstepError
 
@@ -100,6 +102,36 @@ def run_path(given: str | os.PathLike[str], what: str) -> Path | StorePath:
     if not path.key or ".." in path.parts:
         raise NoLocalPath(f"{what}={text}: expected a bucket and a place in it: s3://bucket/run")
     return path
+
+
+def redirected(home: Path, path: str | os.PathLike[str]) -> Path:
+    """Return the path below ``home`` that stands for ``path``, as :func:`redirect` has it."""
+    return home / os.path.abspath(path).lstrip("/")
+
+
+def redirect(cls: Any, name: str, home: Path) -> None:
+    """Have instances of ``cls`` write below ``home`` what they would write at the path that they are given.
+
+    Args:
+        cls: the class.
+        name: the name of its first argument, the path; a value that is no path is left alone.
+        home: a folder.
+    """
+    begin = cls.__init__
+
+    @functools.wraps(begin)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        place = args[0] if args else options.get(name)
+        if isinstance(place, (str, os.PathLike)):
+            moved = redirected(home, place)
+            moved.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if args:
+                args = (moved, *args[1:])
+            else:
+                options[name] = moved
+        begin(self, *args, **options)
+
+    cls.__init__ = init
 
 
 def write_whole(path: str | Path, data: str | bytes) -> None:

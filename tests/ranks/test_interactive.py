@@ -398,15 +398,16 @@ def test_messages_of_a_failed_cell_do_not_reach_the_next(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("warm_zygote")
+@pytest.mark.parametrize("rest", ["opt.step()", "opt.step()\nstep()"], ids=["ends", "waits for the one that failed"])
 def test_steps_that_only_some_ranks_took_are_told(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    rest: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(knobs.TIMES, "0.2")
     with (
         _ranks(first=TRAINING) as ranks,
         pytest.raises(lockstep.CellFailed, match="rank 1 failed: ZeroDivisionError"),
     ):
-        ranks.run("step()\nif world.rank: 1 / 0\nopt.step()\nstep()")
+        ranks.run(f"step()\nif world.rank: 1 / 0\n{rest}")
     assert "different numbers of optimizer steps in this cell (rank 0: 2 and rank 1: 1)" in capfd.readouterr().err
 
 

@@ -117,17 +117,20 @@ def test_a_kernel_that_ends_leaves_no_rank_behind(how: str, tmp_path: Path) -> N
 
 
 def test_spawn_calls_a_function_that_was_typed_in_a_cell(tmp_path: Path) -> None:
-    define, called = execute(
+    define, called, kept = execute(
         [
-            "import lockstep\nscale = 3\nclass Point:\n    def __init__(self, x): self.x = x\n"
-            "def move(rank, point): return Point(scale * point.x + rank)",
+            "import lockstep\nscale = 3\nclass Point:\n    moves = 0\n    def __init__(self, x): self.x = x\n"
+            "    def scaled(self): return scale * self.x\n"
+            "def move(rank, point):\n    Point.moves += 1\n    return Point(point.scaled() + rank)",
             "moved = lockstep.spawn(move, (Point(5),), nprocs=2)\n"
             "[each.x for each in moved], all(type(each) is Point for each in moved)",
+            "scale = 10\nmoved[0].scaled(), Point.moves",  # the class is the notebook's as ever
         ],
         cwd=tmp_path,
         **{knobs.PRELOAD: ""},
     )
     assert (define.ok, called.error, called.value) == (True, "", "([15, 16], True)")
+    assert (kept.error, kept.value) == ("", "(150, 0)")
 
 
 def _texts(notebook: Any) -> list[str]:

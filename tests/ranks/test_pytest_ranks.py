@@ -545,6 +545,11 @@ def test_fixtures_may_be_set_up_once_for_all_ranks(run: Run, pytester: pytest.Py
             "*@pytest.mark.ranks that comes after the test was multiplied*",
         ),
         (
+            "from hypothesis import given, strategies\n@pytest.mark.ranks(2)\n@given(strategies.integers())\n"
+            "def test_it(world, x): ...",
+            "*each rank would draw examples of its own for @given*",
+        ),
+        (
             "def test_it(world): ...",
             "the fixture 'world' is there on ranks alone: mark the test with @pytest.mark.ranks(2)",
         ),

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 import lockstep
 from lockstep import knobs
@@ -391,6 +392,41 @@ def test_without_seeds_the_ranks_have_the_parts_of_one_stream(workers: int, opaq
     assert ranks[0][2] == 120
     assert 1 <= looked < 10, "rank 1 has looked for the first sample"
     assert [rank[3] for rank in ranks] == [int(opaque), 0], "that all read is said once"
+
+
+def _piped(workers: int, saved: Any) -> tuple[list[list[list[int]]], Any]:
+    lockstep.init(timeout=60)
+    pipe = IterableWrapper(list(range(40))).shuffle().sharding_filter()
+    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
+    loader = lockstep.shard(DataLoader(pipe, batch_size=6, shuffle=True, **options))
+    if saved is not None:
+        loader.load_state_dict(saved)
+    epochs, state = [], None
+    for _ in range(2):
+        epochs.append([batch.tolist() for batch in loader])
+        if state is None:
+            for _ in zip(range(2), loader, strict=False):
+                state = loader.state_dict()
+    return epochs, state
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_datapipe_is_divided_among_its_workers_and_shuffled_alike_in_them(workers: int) -> None:
+    (alone, _), *_ = run_ranks(_piped, 1, workers, None)
+    ranks = run_ranks(_piped, 3, workers, None)
+    for epoch, batches in enumerate(alone):
+        assert sorted(number for batch in batches for number in batch) == list(range(40))
+        parts = zip(*[seen[epoch] for seen, _ in ranks], strict=True)
+        assert [[number for part in share for number in part] for share in parts] == batches
+    assert alone[0] != alone[1], "each epoch is shuffled anew"
+    again = run_ranks(_piped, 2, workers, ranks[0][1])
+    rest = [a + b for a, b in zip(*[seen[0] for seen, _ in again], strict=True)]
+    ((whole, _),) = run_ranks(_piped, 1, workers, {**ranks[0][1], "cursor": _beginning(ranks[0][1])})
+    assert rest == whole[0][2:]
+
+
+def _beginning(state: Any) -> Any:
+    return {"epoch": state["cursor"]["epoch"], "samples": 0, "batches": 0, "in_epoch": False}
 
 
 class CountsPasses(IterableDataset[int]):

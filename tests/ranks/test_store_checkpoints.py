@@ -209,6 +209,24 @@ def test_ranks_that_see_different_stores_are_told() -> None:
     assert len(set(said)) == 1
 
 
+def _log_beside(address: str, path: str) -> str:
+    lockstep.init()
+    model, optimizer, loader = _parts()
+    saved = lockstep.Checkpointer(address, model=model, optimizer=optimizer, loader=loader)
+    with pytest.raises(ValueError, match=r"a log is a file of this machine: give lockstep\.Log a path") as caught:
+        lockstep.Log(saved)
+    with lockstep.Log(path, every=1) as log:
+        log(loss=1.0)
+        saved.save()
+    return str(caught.value)
+
+
+def test_a_log_stays_on_this_machine(tmp_path: Path) -> None:
+    said = run_ranks(_log_beside, 1, "memory://bucket/logged", str(tmp_path))
+    assert "memory://bucket/logged" in said[0]
+    assert (tmp_path / "metrics.jsonl").exists()
+
+
 # A store that fails.
 
 

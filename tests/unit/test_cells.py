@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
 import pickle
 import types
+from typing import Any
 
 import pytest
 
@@ -157,6 +159,31 @@ def test_what_was_typed_goes_by_value_and_the_rest_as_ever() -> None:
     assert (point.x, kept.text) == (2, "")
     with pytest.raises(RuntimeError, match="should only be shared between processes through inheritance"):
         by_value.pickler(io.BytesIO(), shares=True).dump(multiprocessing.Lock())  # multiprocessing's own refusal
+
+
+def _pickled(value: object) -> bytes:
+    file = io.BytesIO()
+    by_value.pickler(file).dump(value)
+    return file.getvalue()
+
+
+def _unpickled(packed: bytes) -> Any:
+    return pickle.loads(packed)  # noqa: S301  (made here)
+
+
+def test_a_class_that_was_sent_goes_back_as_itself() -> None:
+    space = _typed("class Point:\n    scale = 3")
+    point: Any = space.pop("Point")
+    _unpickled(_pickled(point))  # as it is sent
+    by_value.note_received()
+    packed = _pickled([point(), point])
+    point.scale = 4
+    here, kind = _unpickled(packed)
+    assert (type(here), kind, point.scale) == (point, point, 4), "it would be 3 if the class had come with its value"
+    del point, here, kind
+    gc.collect()
+    with pytest.raises(LookupError, match="defined anew"):
+        _unpickled(packed)
 
 
 def test_a_typed_function_needs_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> None:

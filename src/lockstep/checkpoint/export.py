@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import warnings
 from collections import OrderedDict
@@ -31,6 +32,8 @@ SHARD_BYTES = 5 * 10**9
 #: The types that torch.load(weights_only=True) accepts besides tensors.
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _INDEX = "model.safetensors.index.json"
+#: The files of a model in Hugging Face's form.
+_MODEL_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 class Form(Protocol):
@@ -197,7 +200,9 @@ class SafetensorsShards:
 
     def present(self, output: Path) -> Sequence[Path]:
         """See :class:`Form`."""
-        return [*sorted(output.glob("model*.safetensors")), *output.glob(_INDEX)]
+        # (Others of their files, an average of weights or an adapter, are none of this model's.)
+        files = [file for file in sorted(output.glob("model*.safetensors")) if _MODEL_FILE.fullmatch(file.name)]
+        return [*files, *output.glob(_INDEX)]
 
     def write(self, state: State, output: Path) -> Sequence[Path]:
         """See :class:`Form`."""

@@ -29,7 +29,7 @@ from __future__ import annotations
 import bisect
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import PurePath
 from typing import ClassVar
 
@@ -42,7 +42,7 @@ from lockstep.checkpoint.locks import CheckpointGone, Owner
 from lockstep.checkpoint.manifest import Manifest, manifest_bytes
 from lockstep.checkpoint.object_store import AT_A_TIME, ObjectStore, StoreFailed
 from lockstep.checkpoint.plan import Block, Written
-from lockstep.checkpoint.stored import Extent, Span, Stored, object_name
+from lockstep.checkpoint.stored import Extent, ObjectRange, Stored, object_name
 from lockstep.errors import CheckpointCorrupt, CheckpointError
 from lockstep.text import listed, which_ranks
 
@@ -73,8 +73,11 @@ class StoreFolder:
                     "If-None-Match), so a checkpoint could be written by two jobs at once: a newer version of the "
                     "store or of the fsspec package for it may do so; or mount it, and give the path"
                 )
-        finally:
-            self._store.remove([probe], again=False)
+        except StoreFailed:
+            with suppress(StoreFailed):  # the failure that led here is the one to report
+                self._store.remove([probe], again=False)
+            raise
+        self._store.remove([probe])
 
     def hold(self) -> Lease:
         """See the protocol. What dead saves have left can't become a checkpoint from here on."""
@@ -309,10 +312,10 @@ class _OpenObjects:
     def close(self) -> None:
         """Do nothing: nothing is held."""
 
-    def read(self, spans: Iterable[Span]) -> list[bytes]:
+    def read(self, spans: Iterable[ObjectRange]) -> list[bytes]:
         """Read some bytes of objects, side by side."""
 
-        def one(span: Span) -> bytes:
+        def one(span: ObjectRange) -> bytes:
             return self._store.get_range(f"{self._path.key}/{span.object}", span.start, span.stop)
 
         try:
@@ -390,11 +393,13 @@ class _OpenRanges:
                 found.setdefault(extent.rank, []).append(part)
         return found
 
-    def _spans(self, rank: int, start: int, stop: int) -> Iterator[Span]:
+    def _spans(self, rank: int, start: int, stop: int) -> Iterator[ObjectRange]:
         """Yield where some of a rank's bytes are, in pieces that are read at once."""
-        for span in [Span(MANIFEST, start, stop)] if self._places is None else self._places.spans(rank, start, stop):
+        for span in (
+            [ObjectRange(MANIFEST, start, stop)] if self._places is None else self._places.spans(rank, start, stop)
+        ):
             for begin in range(span.start, span.stop, _AHEAD):
-                yield Span(span.object, begin, min(span.stop, begin + _AHEAD))
+                yield ObjectRange(span.object, begin, min(span.stop, begin + _AHEAD))
 
 
 def _end(extent: Extent) -> int:

@@ -37,7 +37,7 @@ class Extent(NamedTuple):
     offset: int
 
 
-class Span(NamedTuple):
+class ObjectRange(NamedTuple):
     """Successive bytes of an object."""
 
     object: str
@@ -136,12 +136,12 @@ class Stored:
             for number, start in enumerate(range(0, total, self.size))
         }
 
-    def spans(self, rank: int, start: int, stop: int) -> Iterator[Span]:
+    def spans(self, rank: int, start: int, stop: int) -> Iterator[ObjectRange]:
         """Yield where some of a rank's bytes are, in order."""
         while start < stop:
             number, inside = divmod(start, self.size)
             length = min(stop - start, self.size - inside)
-            yield Span(object_name(self.prefix, rank, number), inside, inside + length)
+            yield ObjectRange(object_name(self.prefix, rank, number), inside, inside + length)
             start += length
 
 

@@ -65,6 +65,13 @@ class RankDebugger:
             console.give_back(runs_on=True)
         self._pdb.set_trace(frame)  # (nothing may be called from here on: it would be traced)
 
+    def over(self) -> None:
+        """End stepping."""
+        if self._pdb is not None and self._process == os.getpid():
+            sys.settrace(None)
+            if self._console is not None and not self._pdb.quitting:
+                self._console.give_back(runs_on=False)
+
     def hold(self, error: BaseException) -> None:
         """Prompt in the frame of an error that ends this rank, if it is the first that fails."""
         from lockstep.debugger.prompt import RankPdb, line_of_error
@@ -129,6 +136,12 @@ def _on_breakpoint(*args: Any, header: str | None = None, **more: Any) -> Any:
         return sys.__breakpointhook__(*args, **keywords)
     _debugger.stop_at(sys._getframe(1), header)
     return None
+
+
+def over() -> None:
+    """End stepping, since the program is over, and what follows is nobody's to look at."""
+    if _debugger is not None:
+        _debugger.over()
 
 
 def hold(error: BaseException) -> None:

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
 
-from lockstep import callsite, tracebacks
+from lockstep import callsite, knobs, tracebacks
 from lockstep.debugger.terminal import Console
 from lockstep.errors import NoTerminal
 from lockstep.job.page import Debugging
 
-#: Modules whose frames a user does not step into, and what their names begin with.
-_SKIPPED = ("lockstep.debugger.*", "lockstep.launch.*")
+#: Modules into which nobody steps (to stop where a stream is written to would write to it again), and those into which
+#: only a user steps who wants to see all frames.
+_OURS, _LIBRARY = ("lockstep.debugger.*", "lockstep.launch.*", "lockstep.job.*"), ("lockstep.*",)
+#: What the names of modules begin with whose frames are below every program.
 _RUNNERS = "lockstep.launch."
 #: Python's own modules in which a ``q`` ends.
 _DEBUGGERS = ("bdb", "pdb")
@@ -33,7 +35,8 @@ class RankPdb(pdb.Pdb):
     """
 
     def __init__(self, console: Console, rank: int) -> None:
-        super().__init__(skip=_SKIPPED, nosigint=True)  # after c, a Ctrl-C is the job's
+        skipped = _OURS if knobs.full_traceback() else _LIBRARY
+        super().__init__(skip=skipped, nosigint=True)  # after c, a Ctrl-C is the job's
         self.prompt = f"(Pdb, rank {rank}) "
         self._console = console
         #: True while it has the console.
@@ -46,7 +49,7 @@ class RankPdb(pdb.Pdb):
         self.reset()
         with self._given(line_of_error(error)):
             self.message(tracebacks.text(error))
-            self.interaction(None, error if sys.version_info >= (3, 13) else error.__traceback__)  # type: ignore[arg-type]
+            self.interaction(None, error if sys.version_info >= (3, 13) else error.__traceback__)
 
     # pdb's own methods, each called where it stops -------------------------------------------------------------------
 
@@ -66,6 +69,10 @@ class RankPdb(pdb.Pdb):
     def user_exception(self, frame: FrameType, exc_info: Any) -> None:
         with self._taken(frame):
             super().user_exception(frame, exc_info)
+
+    def interaction(self, frame: FrameType | None, *args: Any) -> None:
+        with contextlib.nullcontext() if frame is None else self._taken(frame):
+            super().interaction(frame, *args)
 
     def precmd(self, line: str) -> str:
         self._console.says(Debugging.EVALUATES)

@@ -159,8 +159,9 @@ class LentTerminal:
         """Return the terminal to the job, and this process to its group."""
         if self._terminal is None:
             return
-        with from_the_background():
-            os.tcsetpgrp(self._terminal, self._job)
+        with contextlib.suppress(OSError), from_the_background():  # (the terminal may be gone)
+            if os.tcgetpgrp(self._terminal) == os.getpgrp():  # and not another rank's
+                os.tcsetpgrp(self._terminal, self._job)
         os.setpgid(0, self._job)
         os.close(self._terminal)
         self._terminal = None

@@ -175,12 +175,13 @@ class RunningCell:
 
     def _go_on(self, now: float) -> None:
         if len(self._ended) == len(self._pool.ranks):
-            self._stage = _CellStage.OVER
             standings = [each.standing for each in self._ended.values()]
             if self._freed or must_renew(standings, failed=bool(self._errors)):
                 self._stage = _CellStage.STOPPING
                 self._renew_by = now + _RENEWING
                 self._stop("the cell has ended by an error on some rank")
+            else:
+                self._conclude()
             return
         self._interrupt(now)
         self._free(now)
@@ -201,7 +202,11 @@ class RunningCell:
                 self._pool.send(rank, RenewGroups())
             return
         self._notes += sorted({f"lockstep: {done.todo}" for done in self._done.values() if done.todo})
-        apart = self._steps_apart()
+        self._conclude()
+
+    def _conclude(self) -> None:
+        """Be over, with the ranks at rest, and say so if an error has left their models apart."""
+        apart = self._steps_apart() if self._errors or self._freed else ""
         if apart:
             self._notes.append(f"lockstep: {apart}")
         self._stage = _CellStage.OVER

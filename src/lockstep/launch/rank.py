@@ -31,6 +31,7 @@ from lockstep.job import flight, terminal, tracing
 from lockstep.job.files import EXIT_SAVED, FailureRecord
 from lockstep.job.page import Phase
 from lockstep.job.stop import interrupt_once
+from lockstep.launch import by_value as typed
 from lockstep.launch import preload, processes
 from lockstep.launch.processes import SAVE, STOPPING
 from lockstep.launch.returned import send
@@ -348,6 +349,8 @@ def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool, by_value: bool
             fn, args = pickle.load(file)  # noqa: S301
         finally:
             del process.current_process()._inheriting  # type: ignore[attr-defined]
+    if by_value:
+        typed.note_received()
     send(returned, fn(rank, *args), by_value=by_value)
 
 
@@ -365,8 +368,10 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool, shared: bool =
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, SAVE))  # blocked since before the fork
         program()
+        hook.over()
         _begin_to_leave(this_process)
     except SystemExit as stop:
+        hook.over()
         code = _exit_code(stop)
         if code in (0, EXIT_SAVED):  # the page of one that failed keeps saying where
             _begin_to_leave(this_process)
@@ -377,6 +382,7 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool, shared: bool =
             raise  # Python prints what it is
         raise SystemExit(code) from None
     except BaseException as error:  # noqa: BLE001  (Python's own top level does the same)
+        hook.over()
         quit_at = hook.quit_at(error)
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) or quit_at is not None else 1
         if held and code == 1:

@@ -121,6 +121,11 @@ class RanksSession:
                 f"{item.nodeid}: @pytest.mark.ranks is for functions, and for methods of plain classes; this is a "
                 f"{type(item).__name__}"
             )
+        if getattr(item.obj, "is_hypothesis_test", False):
+            raise pytest.UsageError(
+                f"{item.nodeid}: each rank would draw examples of its own for @given, and wait in the collectives of "
+                "another one: draw them before, @pytest.mark.parametrize, or from a seed in the test"
+            )
         unused = [name for name in mark.shared if name not in item.fixturenames]
         if unused:
             raise pytest.UsageError(

@@ -122,7 +122,7 @@ class StreamDataset(IterableDataset[Fetched]):
         self._marks, self._marks_are_of = begun._marks, begun._marks_are_of
 
     def _samples(self, key: int) -> Samples:
-        return Samples(self._cut, key=key, seeded=self._seeded, at_work=self.at_work)
+        return Samples(self._cut, key=key, epoch_key=int(self._pass[0]), seeded=self._seeded, at_work=self.at_work)
 
     def _batches(self, key: int, worker: int) -> Iterator[StreamBatch]:
         samples = self._samples(key)

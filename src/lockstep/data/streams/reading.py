@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, Protocol
 from lockstep.data.contents import fingerprint
 from lockstep.data.mixing import mix
 from lockstep.data.seeding import seed_generators
+from lockstep.data.streams import pipes
 from lockstep.errors import CheckpointMismatch, named
 from lockstep.job.workers import AtWork
 
@@ -83,18 +84,20 @@ class Samples:
     Args:
         rule: how many at a time, and from what they are seeded.
         key: that of the epoch and the worker.
+        epoch_key: that of the epoch, the same for all workers.
         seeded: whether each of them is; the first two always are.
         at_work: told which sample is read.
     """
 
-    def __init__(self, rule: Rule, *, key: int, seeded: bool, at_work: AtWork | None) -> None:
-        self._rule, self._key, self._seeded, self._at_work = rule, key, seeded, at_work
+    def __init__(self, rule: Rule, *, key: int, epoch_key: int, seeded: bool, at_work: AtWork | None) -> None:
+        self._rule, self._key, self._epoch_key, self._seeded, self._at_work = rule, key, epoch_key, seeded, at_work
         #: The number of samples of a full batch.
         self.full = rule.samples
 
     def open(self, dataset: Iterable[Any]) -> Iterator[Any]:
         """Begin to read a dataset."""
         seed_generators(mix(self._key, _OPEN_STREAM))
+        pipes.set_up(dataset, seed=mix(self._epoch_key, _OPEN_STREAM))
         return iter(dataset)
 
     def take(self, stream: Iterator[Any], position: int) -> list[Any]:

@@ -29,7 +29,7 @@ OPTIONS = [
 ]
 
 
-def test_there_are_seven_commands_three_of_them_groups() -> None:
+def test_there_are_eight_commands_three_of_them_groups() -> None:
     assert list(COMMANDS)[1:] == [
         "run",
         *(

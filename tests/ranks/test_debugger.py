@@ -345,6 +345,35 @@ def test_the_others_wait_without_an_alarm_and_past_their_limit(tmp_path: Path, m
     assert "held up" not in terminal.shown
 
 
+_COMES_LATE = """
+import os, time
+import lockstep, torch
+world = lockstep.init()
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+for step in range(3):
+    optimizer.step()
+if world.rank == 1:
+    while not os.path.exists("reported"):
+        time.sleep(0.01)
+    breakpoint()
+world.barrier()
+"""
+
+
+def test_a_rank_that_was_late_and_comes_to_a_breakpoint_is_not_late_any_more(tmp_path: Path) -> None:
+    """So that --on-hang does not end the job under its user's hands."""
+    (tmp_path / "train.py").write_text(_COMES_LATE)
+    command = _run("-n", "2", "--on-hang", "restart:5", "--max-restarts", "1", "train.py")
+    with _terminal(tmp_path, command, torch=True, LOCKSTEP_TIMES="0.2") as terminal:
+        terminal.until("rank 1 of 2 has held up the others")
+        (tmp_path / "reported").touch()
+        _next(terminal)
+        terminal.command("!import time; time.sleep(6)", _PROMPT)
+        terminal.type("c\n")
+        assert terminal.end() == 0
+    assert "rank 1 has moved on" in terminal.shown
+
+
 _FAILS = """
 import os
 rank = int(os.environ["RANK"])

@@ -448,6 +448,7 @@ class HangWatch:
         marks = self._marks()
         waited = [rank for rank in verdict.waiting if self._reported[rank].waiting]  # by their own account
         moved = any(marks[rank] != self._reported[rank] for rank in waited or verdict.late)
+        moved = moved or self._pages.debugging  # to a breakpoint, where a person looks after it
         if not moved or any(state.exit_code for state in states.values()):
             return []  # the report stays true, also as the reason why the job ends
         self._verdict, self.reported, self.text, self.finding = None, None, "", ""

@@ -32,6 +32,8 @@ SECTIONS = {
     "Verify: the verdict": "FindingKind",
     "Verify: where runs begin to differ": "Stage",
     "Verify: why they differ": "Cause",
+    "Port: the verdict": "PortVerdict",
+    "Port: what became of a line": "RemarkKind",
 }
 
 

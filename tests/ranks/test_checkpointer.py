@@ -85,9 +85,9 @@ def _given_urls(here: str) -> list[str]:
         with pytest.raises((ValueError, lockstep.CheckpointError)) as error:
             lockstep.Checkpointer(address, model=nn.Linear(1, 1))
         refused.append(str(error.value))
-    for folder in ("s3://bucket/run", Path("s3://bucket/run"), "file:///data/run"):
+    for run in ("s3://bucket/run", Path("s3://bucket/run"), "file:///data/run"):
         with pytest.raises(ValueError, match=r"run=.*expected a path|run=.*this is a URL"):
-            lockstep.Log(folder)
+            lockstep.Log(run)
     world.barrier()
     return refused
 

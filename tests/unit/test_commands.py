@@ -29,7 +29,7 @@ OPTIONS = [
 ]
 
 
-def test_there_are_seven_commands_three_of_them_groups() -> None:
+def test_there_are_eight_commands_three_of_them_groups() -> None:
     assert list(COMMANDS)[1:] == [
         "run",
         *(
@@ -49,6 +49,7 @@ def test_there_are_seven_commands_three_of_them_groups() -> None:
         "checkpoint",
         *(f"checkpoint {name}" for name in ("ls", "show", "verify", "prune", "rewind", "export")),
         "verify",
+        "port",
         "doctor",
         *("submit", "submit slurm", "submit kubernetes"),
     ]

@@ -81,9 +81,9 @@ def _given_urls(here: str) -> list[str]:
     world = lockstep.init()
     os.chdir(here)
     refused = []
-    for folder in ("s3://", "nothing://bucket/run", "file:///data/run"):
+    for address in ("s3://", "nothing://bucket/run", "file:///data/run"):
         with pytest.raises((ValueError, lockstep.CheckpointError)) as error:
-            lockstep.Checkpointer(folder, model=nn.Linear(1, 1))
+            lockstep.Checkpointer(address, model=nn.Linear(1, 1))
         refused.append(str(error.value))
     for run in ("s3://bucket/run", Path("s3://bucket/run"), "file:///data/run"):
         with pytest.raises(ValueError, match=r"run=.*expected a path|run=.*this is a URL"):

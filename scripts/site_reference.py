@@ -100,8 +100,8 @@ GROUPS = (
         "Wrong arguments are :exc:`ValueError` or :exc:`TypeError`, as everywhere in Python. "
         "Everything else that lockstep itself reports is a :exc:`LockstepError`.",
         "LockstepError EnvironmentMismatch RendezvousError CollectiveTimeout CollectiveMismatch PeerLost "
-        "ReplicaMismatch NonFiniteGradient LaunchError RankFailed CellFailed CellInterrupted CheckpointError "
-        "CheckpointCorrupt CheckpointMismatch",
+        "ReplicaMismatch NonFiniteGradient NoTerminal LaunchError RankFailed CellFailed CellInterrupted "
+        "CheckpointError CheckpointCorrupt CheckpointMismatch",
     ),
 )
 

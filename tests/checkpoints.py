@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -82,14 +82,14 @@ class State:
 
 
 def save(
-    root: Path,
+    root: PurePath,
     states: Sequence[State],
     *,
     place: Moment | None = None,
     on: Sequence[Storage] | None = None,
     keep: int | None = None,
     in_turn: bool = False,
-) -> list[Path | BaseException]:
+) -> list[Any]:
     """Save as one rank for each state; what each returned or raised.
 
     With ``in_turn`` one rank runs at a time, so that what they do comes in the same order each time.
@@ -99,7 +99,7 @@ def save(
     where = place if place is not None else Moment(1, 0, False)
     size, store, turns = len(states), HashStore(), _Turns(len(states))
 
-    def rank_main(rank: int) -> Path | BaseException:
+    def rank_main(rank: int) -> PurePath | BaseException:
         if not in_turn:
             return rank_saves(rank, OverStore(store, rank=rank, world_size=size, key="save", timeout=20.0))
         turns.wait(rank)
@@ -108,7 +108,7 @@ def save(
         finally:
             turns.leave(rank)
 
-    def rank_saves(rank: int, peers: Peers) -> Path | BaseException:
+    def rank_saves(rank: int, peers: Peers) -> PurePath | BaseException:
         state = states[rank]
         named = frozenset(state.model) if state.parameters is None else state.parameters
         layout = StateLayout.of(state.model, state.parts, parameters=named, is_main=rank == 0)
@@ -139,7 +139,7 @@ def save_alone(root: Path, model: Mapping[str, Any], *, step: int = 1, **options
     (made,) = save(root, [State(model)], place=Moment(step, 0, False), **options)
     if isinstance(made, BaseException):
         raise made
-    return made
+    return Path(made)
 
 
 def verify(folder: Path) -> Manifest:

@@ -148,7 +148,7 @@ def _without(count: int = 1) -> dict[str, str]:
     """Why this process has not so many GPUs of a kind; empty where it has."""
     import torch  # here, because many tests do without
 
-    there = torch.cuda.device_count()
+    there = torch.accelerator.device_count() if simulation.is_on() else torch.cuda.device_count()
     few = "" if there >= count else f"needs {'a CUDA device' if count == 1 else f'{count} CUDA devices'}"
     if simulation.is_on():
         return {"simulated": few, "real": "this process has simulated GPUs"}

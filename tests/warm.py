@@ -85,6 +85,8 @@ _PRELOAD = [
     "lockstep.tools.verify.runs",
     "lockstep.tools.verify.report",
     "lockstep.tools.verify.observe",
+    "lockstep.tools.port.verification",
+    "lockstep.tools.port.report",
     "tests.backends",
     "tests.harness",
 ]
@@ -534,6 +536,7 @@ def _main(listener: int, modules: Sequence[str], optional: Sequence[str]) -> Non
     if "zygote" in request:
         _end_after(lambda: _be_zygote(request["zygote"], request["fds"]))
     sys.modules["lockstep.tools.verify.runs"].COMMAND = (str(commands / "lockstep"),)  # type: ignore[attr-defined]
+    sys.modules["lockstep.tools.port.verification"].COMMAND = (str(commands / "lockstep"),)  # type: ignore[attr-defined]
     # What a program changes before it begins, a process that is forked elsewhere would lack.
     if not COLD_HOSTS.keys() & request["env"].keys() and not request.get("before"):
         sys.modules["lockstep.remote.ssh"].PYTHON = str(commands / "python")  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ extensions = [
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:class|py:obj", r"lockstep\.\w+\.(\w+\.)?[A-Z]\w*"),
-    ("py:class", "CheckFinite|CommHook|CompareEvery|Criterion|Device|OutputDim"),
+    ("py:class", "CheckFinite|CommHook|CompareEvery|Criterion|Device|OutputDim|Precision"),
     ("py:class", "InteractiveShell"),  # IPython's
     # What torch's pages do not explain.
     ("py:class", r"(torch\.distributed\.distributed_c10d|dist)\.ProcessGroup"),

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ def fit(run: Run) -> Score | None:
     options, score = run.options, None
     if run.saved.restore() is None and options.resume:
         run.world.print(f"{run.saved.folder.name} has no checkpoint yet: it begins anew")
-    with Records(run.world, run.saved.folder, step=run.saved.step, tensorboard=options.tensorboard) as records:
+    with Records(run.world, Path(run.saved.folder), step=run.saved.step, tensorboard=options.tensorboard) as records:
         for epoch in run.saved.epochs(options.epochs):
             begun = time.monotonic()
             train_epoch(run, records, epoch)

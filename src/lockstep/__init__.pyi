@@ -47,6 +47,7 @@ from lockstep.errors import EnvironmentMismatch as EnvironmentMismatch
 from lockstep.errors import LaunchError as LaunchError
 from lockstep.errors import LockstepError as LockstepError
 from lockstep.errors import NonFiniteGradient as NonFiniteGradient
+from lockstep.errors import NoTerminal as NoTerminal
 from lockstep.errors import PeerLost as PeerLost
 from lockstep.errors import RankFailed as RankFailed
 from lockstep.errors import RendezvousError as RendezvousError

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from lockstep.errors import LockstepError
 
@@ -56,9 +58,80 @@ def local_path(given: str | os.PathLike[str], what: str) -> Path:
         raise NoLocalPath(f"{what}={text}: expected a path, not a URL: give {text[5:].replace('//', '', 1)} itself")
     kind = "a path of Windows" if found[1] is None or len(found[1]) == 1 else "a URL"
     raise NoLocalPath(
-        f"{what}={text}: this is {kind}, but lockstep reads and writes only file systems of this machine: give the "
-        "path of a folder or file there, such as where the storage is mounted"
+        f"{what}={text}: this is {kind}, but lockstep reads and writes this only on file systems of this machine: give "
+        "the path of a folder or file there, such as where the storage is mounted; only a Checkpointer's folder can be "
+        "in a store"
     )
+
+
+class StorePath(PurePosixPath):
+    """An address in an object store, ``s3://bucket/run``: a path, none of whose operations look at a disk."""
+
+    def __str__(self) -> str:
+        """Return the address, which pathlib keeps with one slash in the place of two."""
+        scheme, _, rest = super().__str__().partition(":/")
+        return f"{scheme}://{rest}"
+
+    @property
+    def scheme(self) -> str:
+        """What stands before the colon: the kind of store."""
+        return self.parts[0].removesuffix(":")
+
+    @property
+    def key(self) -> str:
+        """What follows the slashes: the bucket or container, and the place in it."""
+        return "/".join(self.parts[1:])
+
+
+def run_path(given: str | os.PathLike[str], what: str) -> Path | StorePath:
+    """Return the path of checkpoints that a user gave: a local path, or an address in an object store.
+
+    Args:
+        given: the path or the address.
+        what: the name of the argument or option, for the message.
+
+    Raises:
+        NoLocalPath: it is a Windows path, a URL of a file, or an address that names no bucket or goes up by ``..``.
+    """
+    text = os.fspath(given)
+    found = _NO_PATH.match(text)
+    if found is None or found[1] is None or len(found[1]) == 1 or found[1].lower() == "file":
+        return local_path(given, what)
+    scheme, rest = found[1].lower(), text[found.end() :].lstrip("/")
+    path = StorePath(f"{scheme}:/{rest}")
+    if not path.key or ".." in path.parts:
+        raise NoLocalPath(f"{what}={text}: expected a bucket and a place in it: s3://bucket/run")
+    return path
+
+
+def redirected(home: Path, path: str | os.PathLike[str]) -> Path:
+    """Return the path below ``home`` that stands for ``path``, as :func:`redirect` has it."""
+    return home / os.path.abspath(path).lstrip("/")
+
+
+def redirect(cls: Any, name: str, home: Path) -> None:
+    """Have instances of ``cls`` write below ``home`` what they would write at the path that they are given.
+
+    Args:
+        cls: the class.
+        name: the name of its first argument, the path; a value that is no path is left alone.
+        home: a folder.
+    """
+    begin = cls.__init__
+
+    @functools.wraps(begin)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        place = args[0] if args else options.get(name)
+        if isinstance(place, (str, os.PathLike)):
+            moved = redirected(home, place)
+            moved.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if args:
+                args = (moved, *args[1:])
+            else:
+                options[name] = moved
+        begin(self, *args, **options)
+
+    cls.__init__ = init
 
 
 def write_whole(path: str | Path, data: str | bytes) -> None:

@@ -10,6 +10,7 @@
     ├── PeerLost                   a rank is gone while others wait for it (a ConnectionError)
     ├── ReplicaMismatch            the replicas differ: in names, shapes or dtypes, or later in what they hold
     ├── NonFiniteGradient          a rank holds an infinite or NaN gradient before averaging
+    ├── NoTerminal                 a rank is at a breakpoint, and nobody could give its debugger a command
     ├── LaunchError                a job could not be started
     │   └── RankFailed             a rank ended with an error; it carries the rank and its traceback
     ├── CellFailed                 a cell ended with an error on some rank, and the ranks live on
@@ -73,6 +74,12 @@ class NonFiniteGradient(LockstepError):
     """A rank holds an infinite or NaN gradient before averaging."""
 
     code = "non-finite-gradient"
+
+
+class NoTerminal(LockstepError):
+    """A rank is at a breakpoint, and nobody could give its debugger a command."""
+
+    code = "no-terminal"
 
 
 class LaunchError(LockstepError):

@@ -44,6 +44,9 @@ class Times:
     #: The time within which ranks that are asked to save mostly reach a step; then a late one is reported.
     to_a_step: float = _pause(2.0)
 
+    #: The time that a command of ``--notify`` may take: a message takes seconds, and the end of a job waits for it.
+    notify: float = _limit(15.0)
+
     # Ranks that run cells.
     #: The time that ranks wait for one which is at the end of the cell before they are freed: a message from it may
     #: still be on its way.
@@ -84,6 +87,18 @@ class Times:
     farewell: float = _limit(5.0)
     #: The time that a client has to leave once told to: more than ``farewell``.
     leaving: float = _limit(7.0)
+
+    # Checkpoints in an object store.
+    #: The interval between two signs of life of a run's owner. Each is a request, and some stores bill those.
+    lease_beat: float = _pause(10.0)
+
+    #: The time without a sign of life of a run's owner after which another job may take its folder: long enough for a
+    #: busy machine and for an outage of the store that a save would survive.
+    lease: float = _limit(90.0)
+    #: The time for one request to a store: an object of 32 MiB passes a link of half a megabyte a second.
+    request: float = _limit(75.0)
+    #: The time after a request's first failure in which it is sent again: a store that is restarted is back by then.
+    outage: float = _limit(60.0)
 
     @classmethod
     def parse(cls, text: str) -> Times:

@@ -30,6 +30,7 @@ finally:
         ("lockstep.cli", ["checkpoint", "prune", "--help"]),
         ("lockstep.cli", ["doctor", "--help"]),
         ("lockstep.cli", ["verify", "--help"]),
+        ("lockstep.cli", ["port", "--help"]),
         ("lockstep.cli", ["doctor", "--quick"]),
         ("lockstep.cli", ["doctor", "--env"]),
         ("lockstep.cli", ["run", "-n", "2", "train.py"]),

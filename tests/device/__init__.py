@@ -1,4 +1,4 @@
-"""A simulated CUDA device, for tests on machines without a GPU.
+"""A simulated device, for tests on machines without a GPU: CUDA's, or a plugin's.
 
 torch's build for the CPU leaves the dispatch key CUDA free. The C++ files here register kernels, a guard, hooks, an
 allocator and generators for it (``device.cpp``), and a backend of torch.distributed with NCCL's manners
@@ -10,4 +10,7 @@ seen here. A collective whose time is up ends its process as the watchdog of tor
 
 ``build.py`` compiles it once for each version of torch. A process has it if it imports ``tests`` before torch and
 ``SIMULATED_DEVICES`` is in its environment (``start.py``); ``simulation.py`` is what tests use.
+
+With ``SIMULATED_AS=plugin`` the same device has the key that torch leaves to plugins, PrivateUse1, and comes as they
+do: of a kind "sim" with a backend "simccl", without a word of CUDA (``plugin.py``).
 """

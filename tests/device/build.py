@@ -16,12 +16,15 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _SOURCES = Path(__file__).parent
 #: Torch's headers ask for it; as few optimisations as make no test slow, since most of the time goes into the headers.
 _OPTIONS = ("-std=c++20", "-O1", "-fPIC", "-DUSE_C10D_GLOO", "-Wall", "-Werror")
+
+#: With it the device has the key of plugins instead of CUDA's.
+_PLUGIN = "-DSIMULATED_PLUGIN"
 
 DEVICE, BINDINGS = "libsimulated.so", "simulated_bindings.so"
 
@@ -30,19 +33,22 @@ class Unavailable(Exception):
     """The simulated device can't be built here, and why."""
 
 
-def libraries() -> Path:
+def libraries(*, plugin: bool) -> Path:
     """Return the folder with the compiled libraries, compiling them if nobody has yet.
 
     The folder is in the user's cache (``XDG_CACHE_HOME``). Several processes may ask at once: one compiles.
+
+    Args:
+        plugin: whether it is a plugin's device, instead of a CUDA device.
 
     Raises:
         Unavailable: there is no compiler, or torch is a build with CUDA.
         RuntimeError: the compiler has failed.
     """
-    torch = _torch()
+    torch, options = _torch(), (*_OPTIONS, *([_PLUGIN] if plugin else []))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep-tests" / "simulated-device"
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    objects = cache / _name()
+    objects = cache / _name(options)
     linked = objects / hashlib.sha256(str(torch).encode()).hexdigest()[:12]
     with open(cache / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -52,7 +58,7 @@ def libraries() -> Path:
                 raise Unavailable("there is no C++ compiler (g++, or what CXX names)")
             if not objects.exists():
                 print(f"compiling the simulated device in {cache}, once for this torch: half a minute", file=sys.stderr)
-                _make(objects, lambda folder: _compile(compiler, torch, folder))
+                _make(objects, lambda folder: _compile([compiler, *options], torch, folder))
             _make(linked, lambda folder: _link(compiler, torch, objects, folder))
     return linked
 
@@ -79,20 +85,20 @@ def _torch() -> Path:
     return place
 
 
-def _name() -> str:
+def _name(options: Sequence[str]) -> str:
     """A name for what is compiled from these sources for this torch and this Python."""
-    digest = hashlib.sha256(" ".join(_OPTIONS).encode())
+    digest = hashlib.sha256(" ".join(options).encode())
     for file in sorted(_SOURCES.glob("*.[ch]pp")):
         digest.update(file.read_bytes())
     tag = sysconfig.get_config_var("SOABI")
     return f"torch-{importlib.metadata.version('torch')}-{tag}-{digest.hexdigest()[:12]}"
 
 
-def _compile(compiler: str, torch: Path, folder: Path) -> None:
+def _compile(command: Sequence[str], torch: Path, folder: Path) -> None:
     headers = [torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_path("include")]
     for name in ("device", "bindings"):
         source, made = str(_SOURCES / f"{name}.cpp"), str(folder / f"{name}.o")
-        _run([compiler, *_OPTIONS, *(f"-isystem{each}" for each in headers), "-c", source, "-o", made])
+        _run([*command, *(f"-isystem{each}" for each in headers), "-c", source, "-o", made])
 
 
 def _link(compiler: str, torch: Path, objects: Path, folder: Path) -> None:

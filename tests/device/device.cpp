@@ -1,6 +1,10 @@
-// The simulated device, under torch's key CUDA: registered when this library is loaded, before torch looks for CUDA.
+// The simulated device, under torch's key CUDA, or that of plugins: registered when this library is loaded, before torch
+// looks for CUDA.
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
+#ifdef SIMULATED_PLUGIN
+#include <ATen/autocast_mode.h>
+#endif
 
 #include "sparse.hpp"
 
@@ -33,11 +37,11 @@ static std::string full_name(const c10::OperatorName& name) {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
 
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+C10_REGISTER_GUARD_IMPL(SIMULATED_KEY, Guard)
 
-TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_operator>()); }
+TORCH_LIBRARY_IMPL(_, SIMULATED_KEY, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_operator>()); }
 
-TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+TORCH_LIBRARY_IMPL(aten, SIMULATED_KEY, m) {
   m.impl("empty.memory_format", empty_memory_format);
   m.impl("empty_strided", empty_strided);
   m.impl("as_strided", as_strided);
@@ -68,7 +72,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   }
 }
 
-// What there is for sparse tensors of the CPU there is for those of CUDA; other operators are refused for both.
+// What there is for sparse tensors of the CPU there is for those of the device; other operators are refused for both.
 template <c10::DispatchKey kOfCpu>
 void register_sparse(torch::Library& m) {
   for (auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
@@ -78,8 +82,24 @@ void register_sparse(torch::Library& m) {
       m.impl(full_name(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_sparse<kOfCpu>>());
   }
 }
-TORCH_LIBRARY_IMPL(aten, SparseCUDA, m) { register_sparse<c10::DispatchKey::SparseCPU>(m); }
-TORCH_LIBRARY_IMPL(aten, SparseCsrCUDA, m) { register_sparse<c10::DispatchKey::SparseCsrCPU>(m); }
+TORCH_LIBRARY_IMPL(aten, SIMULATED_SPARSE, m) { register_sparse<c10::DispatchKey::SparseCPU>(m); }
+TORCH_LIBRARY_IMPL(aten, SIMULATED_SPARSE_CSR, m) { register_sparse<c10::DispatchKey::SparseCsrCPU>(m); }
+#ifdef SIMULATED_PLUGIN
+// What torch has for autocast on CUDA, a plugin brings for its own.
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(bmm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(conv1d, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(conv2d, lower_precision_fp)
+  KERNEL_PRIVATEUSEONE(mse_loss, fp32)
+  KERNEL_PRIVATEUSEONE(log_softmax, int, fp32)
+}
+#endif
+
 // For who looks for what waits; the bindings do without the headers of the operators.
 TORCH_LIBRARY(simulated, m) {
   m.def("synchronous_operators() -> str", [] {
@@ -109,9 +129,16 @@ static int registered = [] {
 }  // namespace simulated
 
 namespace c10d {
-C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, simulated::Timer)
+C10_REGISTER_TYPED_CLASS(TimerRegistry, simulated::kType, simulated::Timer)
 }
 
 namespace at {
+#ifdef SIMULATED_PLUGIN
+static int hooked = [] {
+  RegisterPrivateUse1HooksInterface(new SimulatedHooks);
+  return 0;
+}();
+#else
 C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", SimulatedHooks)
+#endif
 }

@@ -2,7 +2,11 @@
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>
+#ifdef SIMULATED_PLUGIN
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#else
 #include <ATen/detail/CUDAHooksInterface.h>
+#endif
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "memory.hpp"
@@ -155,17 +159,24 @@ inline const at::Generator& default_generator(DeviceIndex d) {
 namespace at {
 
 // (The registry wants it in this namespace.)
+#ifdef SIMULATED_PLUGIN
+struct SimulatedHooks final : PrivateUse1HooksInterface {
+#else
 struct SimulatedHooks final : CUDAHooksInterface {
   explicit SimulatedHooks(CUDAHooksArgs) {}
+  bool hasCUDA() const override { return simulated::device_count() > 0; }
+  bool hasCUDART() const override { return true; }
+  int getNumGPUs() const override { return simulated::device_count(); }
+  DeviceIndex current_device() const override { return simulated::current_device; }
+  Allocator* getCUDADeviceAllocator() const override { return simulated::memory(); }
+  void deviceSynchronize(DeviceIndex d) const override { simulated::drain_device(d); }
+  std::string showConfig() const override { return "simulated"; }
+#endif
   void init() const override { simulated::require_no_fork(); }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return simulated::device_count() > 0; }
-  bool hasCUDA() const override { return simulated::device_count() > 0; }
-  bool hasCUDART() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return simulated::started; }
   DeviceIndex deviceCount() const override { return simulated::device_count(); }
-  int getNumGPUs() const override { return simulated::device_count(); }
-  DeviceIndex current_device() const override { return simulated::current_device; }
   DeviceIndex getCurrentDevice() const override { return simulated::current_device; }
   void setCurrentDevice(DeviceIndex d) const override { simulated::set_device(d); }
   DeviceIndex exchangeDevice(DeviceIndex d) const override {
@@ -180,7 +191,6 @@ struct SimulatedHooks final : CUDAHooksInterface {
   }
   bool isPinnedPtr(const void* p) const override { return simulated::pinned()->has(p); }
   Allocator* getPinnedMemoryAllocator() const override { return simulated::pinned(); }
-  Allocator* getCUDADeviceAllocator() const override { return simulated::memory(); }
   Device getDeviceFromPtr(void* p) const override {
     int d = simulated::device_of(p);
     TORCH_CHECK(d >= 0, "The specified pointer resides on host memory and is not registered with any CUDA device.");
@@ -190,8 +200,6 @@ struct SimulatedHooks final : CUDAHooksInterface {
   Generator getNewGenerator(DeviceIndex d = -1) const override {
     return make_generator<simulated::Generator>(d < 0 ? simulated::current_device : d);
   }
-  void deviceSynchronize(DeviceIndex d) const override { simulated::drain_device(d); }
-  std::string showConfig() const override { return "simulated"; }
 };
 
 }  // namespace at

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from importlib.machinery import ExtensionFileLoader
@@ -12,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.device import build
+from tests.device import build, plugin
 
 #: Why this process has no simulated device though it was asked for, or None.
 missing: str | None = None
@@ -39,10 +40,15 @@ def install() -> None:
     global missing
     if "torch" in sys.modules:
         raise ImportError("the simulated device must come before torch: import tests first")
+    as_plugin = os.environ.get("SIMULATED_AS") == "plugin"
     try:
-        folder = build.libraries()
+        folder = build.libraries(plugin=as_plugin)
     except build.Unavailable as reason:
         missing = str(reason)
+        return
+    if as_plugin:
+        sys.meta_path.insert(0, _BeforeImports({"torch": lambda: _load_device(folder)}))
+        sys.meta_path.append(plugin.Finder)
         return
     actions: dict[str, Callable[[], None]] = {
         "torch": lambda: _load_device(folder),
@@ -60,12 +66,21 @@ def _complete_torch(folder: Path) -> None:
     """What torch.cuda's Python takes from torch._C; torch._C is there by now."""
     from tests.device import for_torch
 
+    for_torch.complete(_load_bindings(folder))
+
+
+def load_plugin() -> None:
+    """Register the simulated device as a plugin's; called by torch as it is imported."""
+    plugin.install(_load_bindings(build.libraries(plugin=True)))
+
+
+def _load_bindings(folder: Path) -> Any:
     bindings = _extension(folder / build.BINDINGS)
     sys.modules[bindings.__name__] = bindings
-    for_torch.complete(bindings)
     if not faulthandler.is_enabled():
         faulthandler.enable()  # it shows the line on which the host touches memory of the device
     bindings.tell_of_faults()
+    return bindings
 
 
 def _extension(file: Path) -> Any:

@@ -29,9 +29,19 @@ using c10::DeviceIndex;
 using c10::Stream;
 using c10::StreamId;
 
-// The key CUDA is free in torch's build for the CPU: no kernel, no guard and no hooks are registered for it.
-constexpr auto kType = c10::DeviceType::CUDA;
-constexpr auto kKey = c10::DispatchKey::CUDA;
+// The key CUDA is free in torch's build for the CPU: no kernel, no guard and no hooks are registered for it. The other
+// key is what torch leaves to plugins, such as those of NPUs.
+#ifdef SIMULATED_PLUGIN
+#define SIMULATED_KEY PrivateUse1
+#define SIMULATED_SPARSE SparsePrivateUse1
+#define SIMULATED_SPARSE_CSR SparseCsrPrivateUse1
+#else
+#define SIMULATED_KEY CUDA
+#define SIMULATED_SPARSE SparseCUDA
+#define SIMULATED_SPARSE_CSR SparseCsrCUDA
+#endif
+constexpr auto kType = c10::DeviceType::SIMULATED_KEY;
+constexpr auto kKey = c10::DispatchKey::SIMULATED_KEY;
 
 // A device's time is counted, not measured: what a kernel takes, so that shares of it are the same at any load.
 constexpr int64_t kKernel = 10'000;  // nanoseconds

@@ -355,7 +355,7 @@ def test_visible_devices_are_fewer() -> None:
 
 def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "false")
-    folder = build.libraries()
+    folder = build.libraries(plugin=False)
     assert (folder / build.DEVICE).exists()
 
 
@@ -363,7 +363,7 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(build.Unavailable, match=r"there is no C\+\+ compiler"):
-        build.libraries()
+        build.libraries(plugin=False)
 
 
 # Collectives.

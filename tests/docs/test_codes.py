@@ -26,10 +26,14 @@ SECTIONS = {
     "How a run ended": "RunEnd",
     "Why a rank failed": "FailureKind",
     "Ranks that hold up the others": "HangKind",
+    "What a command is told of": "Notice",
     "Verdicts of the summary": "Bottleneck",
+    "Where two runs part": "Parting",
     "Verify: the verdict": "FindingKind",
     "Verify: where runs begin to differ": "Stage",
     "Verify: why they differ": "Cause",
+    "Port: the verdict": "PortVerdict",
+    "Port: what became of a line": "RemarkKind",
 }
 
 

@@ -8,37 +8,39 @@ _CRASHES = ("tests/faults/test_crash_states.py",)
 _DAMAGE = ("tests/faults/test_damage.py",)
 _HOSTILE = ("tests/unit/test_hostile_checkpoints.py",)
 _SHARING = ("tests/unit/test_sharing.py",)
+_STORES = ("tests/unit/test_stores.py",)
 
 CHECKPOINT_FAULTS = [
     Fault(
         "a file is not fsynced",
-        "checkpoint/save.py",
+        "checkpoint/disk_folder.py",
         "        on.sync(file)\n        on.close(file)\n    return -1\n",
         "        on.close(file)\n    return -1\n",
         _CRASHES,
     ),
     Fault(
         "a draft's folder is not fsynced",
-        "checkpoint/save.py",
+        "checkpoint/disk_folder.py",
         "            self._on.sync(self._folder)\n",
         "            pass\n",
         _CRASHES,
     ),
     Fault(
         "the run's folder is not fsynced",
-        "checkpoint/save.py",
+        "checkpoint/disk_folder.py",
         "                folders.sync_folder(self._root, on=self._on)\n",
         "                pass\n",
         _CRASHES,
     ),
     Fault(
         "a draft is renamed before its manifest is written",
-        "checkpoint/save.py",
-        "        self._write_manifest(content)\n"
+        "checkpoint/disk_folder.py",
+        "        self._write_manifest(manifest_bytes(manifest, where=str(self.path)))\n"
         "        with named(self.path):\n            self._on.sync(self._folder)\n"
         "        whole = self._root / self._name\n        self._on.rename(self.path, whole)\n",
         "        whole = self._root / self._name\n        self._on.rename(self.path, whole)\n"
-        "        self._write_manifest(content)\n        self._on.sync(self._folder)\n",
+        "        self._write_manifest(manifest_bytes(manifest, where=str(whole)))\n"
+        "        self._on.sync(self._folder)\n",
         _CRASHES,
     ),
     Fault(
@@ -108,15 +110,74 @@ CHECKPOINT_FAULTS = [
         "older checkpoints go before the new one is there",
         "checkpoint/save.py",
         "        path = draft.commit(",
+        "        from lockstep.checkpoint import folders\n"
         "        for old in folders.checkpoints(root, on=on):\n            folders.remove(old, on=on)\n"
         "        path = draft.commit(",
         _CRASHES,
     ),
     Fault(
         "blocks are written where others belong",
-        "checkpoint/save.py",
-        "on.write(file, piece, offset + start)",
-        "on.write(file, piece, start)",
+        "checkpoint/plan.py",
+        "yield block.start + start, piece",
+        "yield start, piece",
         ("tests/ranks/test_checkpointer.py",),
+    ),
+    Fault(
+        "a commit in a store replaces what is there",
+        "checkpoint/object_store.py",
+        'self._do("pipe_file", key, content, mode="create")',
+        'self._do("pipe_file", key, content)',
+        _STORES,
+    ),
+    Fault(
+        "a creation whose answer was lost counts as another's",
+        "checkpoint/object_store.py",
+        "                return there == content\n",
+        "                return False\n",
+        _STORES,
+    ),
+    Fault(
+        "the objects of an old checkpoint in a store go before its manifest",
+        "checkpoint/store_folder.py",
+        '        self._store.remove([f"{self._key(name)}/{MANIFEST}"])\n'
+        '        self._store.remove(f"{self._key(name)}/{other}" for other in objects if other != MANIFEST)\n',
+        '        self._store.remove(f"{self._key(name)}/{other}" for other in objects if other != MANIFEST)\n'
+        '        self._store.remove([f"{self._key(name)}/{MANIFEST}"])\n',
+        _STORES,
+    ),
+    Fault(
+        "the drafts of a displaced owner are not ended",
+        "checkpoint/store_folder.py",
+        'not self._store.create(f"{self._key(name)}/{MANIFEST}", b"")',
+        "not objects",
+        _STORES,
+    ),
+    Fault(
+        "an owner does not see that its term is over",
+        "checkpoint/lease.py",
+        "        if number == [self.term]:\n",
+        "        if number:\n",
+        _STORES,
+    ),
+    Fault(
+        "a silent owner keeps a folder in a store for ever",
+        "checkpoint/lease.py",
+        "        elif waited > times.lease:\n            return\n",
+        "        elif waited > times.lease:\n            raise CheckpointError(f'{root} belongs to another job')\n",
+        _STORES,
+    ),
+    Fault(
+        "a checkpoint in a store is taken though objects are missing",
+        "checkpoint/store_folder.py",
+        "        self._refuse_missing(manifest)\n",
+        "",
+        _STORES,
+    ),
+    Fault(
+        "a checkpoint that is removed while it is read counts as damaged",
+        "checkpoint/read.py",
+        "            if isinstance(error, CheckpointError):  # damage",
+        "            if isinstance(error, CheckpointCorrupt):  # damage",
+        _STORES,
     ),
 ]

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.checkpoint import blocks, folders
-from lockstep.checkpoint import save as saving
+from lockstep.checkpoint import blocks, folders, plan
 from lockstep.checkpoint.read import read
 from lockstep.checkpoint.state import Moment
 from tests.checkpoints import State, save, some_tensors
@@ -28,7 +27,7 @@ _SEED = 20
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of kilobytes are written as those of gigabytes are: in many writes, which ranks share."""
-    monkeypatch.setattr(saving, "PIECE", 1024)
+    monkeypatch.setattr(plan, "PIECE", 1024)
     monkeypatch.setattr(blocks, "BLOCK", 2048)
 
 

@@ -120,7 +120,7 @@ def _named(folder: Path, damage: Damage) -> set[str]:
 def _restore_all(folder: str, rows: int, kind: str, count: int) -> dict[str, int]:
     lockstep.init()
     saved = _make(folder, rows)
-    newest = saved.folder / "step-00000002"
+    newest = Path(saved.folder) / "step-00000002"
     cases = {"flips": _flips, "pages": _zeroed_pages, "truncations": _truncations}[kind](newest, count)
     found: Counter[str] = Counter()
     for damage in cases:
@@ -161,7 +161,7 @@ def test_all_damage_is_found_and_the_older_one_used(tmp_path: Path, kind: str, c
 def _resume_with_two(folder: str, kind: str) -> tuple[int, str]:
     lockstep.init()
     saved = _make(folder, 500)
-    newest = saved.folder / "step-00000002"
+    newest = Path(saved.folder) / "step-00000002"
     damage = next(iter({"flips": _flips, "pages": _zeroed_pages}[kind](newest, 3)))
     lockstep.world().barrier()
     if lockstep.world().is_main:

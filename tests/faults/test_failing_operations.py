@@ -131,7 +131,7 @@ def _train_while_it_fails(folder: str, numbers: list[int], bad_rank: int, backgr
     said = []
     for count, number in enumerate(numbers):
         _step(model, optimizer)
-        before = saved.folder / f"step-{saved.step - 1:08d}"  # of the save before this step
+        before = Path(saved.folder) / f"step-{saved.step - 1:08d}"  # of the save before this step
         if world.rank == bad_rank:
             saved._storage = Failing(at=number, error=_ERRORS[count % 4], lasting=True)
         with pytest.raises(lockstep.CheckpointError, match=f"rank {bad_rank}: ") as caught:

@@ -81,12 +81,13 @@ def _given_urls(here: str) -> list[str]:
     world = lockstep.init()
     os.chdir(here)
     refused = []
-    for folder in ("s3://bucket/run", Path("s3://bucket/run"), "file:///data/run"):
-        with pytest.raises(ValueError, match=r"folder=.*expected a path|folder=.*this is a URL") as error:
+    for folder in ("s3://", "nothing://bucket/run", "file:///data/run"):
+        with pytest.raises((ValueError, lockstep.CheckpointError)) as error:
             lockstep.Checkpointer(folder, model=nn.Linear(1, 1))
-        with pytest.raises(ValueError, match=r"run=.*expected a path|run=.*this is a URL"):
-            lockstep.Log(folder)
         refused.append(str(error.value))
+    for run in ("s3://bucket/run", Path("s3://bucket/run"), "file:///data/run"):
+        with pytest.raises(ValueError, match=r"run=.*expected a path|run=.*this is a URL"):
+            lockstep.Log(run)
     world.barrier()
     return refused
 
@@ -94,7 +95,9 @@ def _given_urls(here: str) -> list[str]:
 def test_urls_are_refused_on_every_rank_before_anything_is_made(tmp_path: Path) -> None:
     first, second = run_ranks(_given_urls, 2, str(tmp_path))
     assert first == second
-    assert first[0].startswith("folder=s3://bucket/run: this is a URL")
+    assert first[0].startswith("folder=s3://: expected a bucket and a place in it")
+    assert first[1].startswith("rank 0: nothing://: fsspec knows no store of this kind")
+    assert first[2].startswith("folder=file:///data/run: expected a path, not a URL: give /data/run itself")
     assert os.listdir(tmp_path) == []
 
 

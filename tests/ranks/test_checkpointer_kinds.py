@@ -315,7 +315,7 @@ def _wrappers(folder: str) -> list[str]:
             parameter.data += 1
         at = f"{folder}/{one}"
         path = lockstep.Checkpointer(at, model=model, extra={"average": average}).save()
-        manifest = (path / "manifest.json").read_text()
+        manifest = Path(path / "manifest.json").read_text()
         wrong += [f"{one}: {word} is in the names" for word in ("_orig_mod", "layers.0.module") if word in manifest]
         expected = tensors(model)
         for other, make_other in kinds.items():

@@ -120,6 +120,11 @@ def test_an_error_has_the_frames_of_the_cells_alone() -> None:
         with pytest.raises(lockstep.CellFailed, match="all ranks failed: SystemExit: 3"):
             ranks.run("import sys; sys.exit(3)")
         assert ranks.run("x") == 1
+        with pytest.raises(
+            lockstep.CellFailed, match=r"NoTerminal: rank 1 is at a breakpoint .<cell 7>:1 in <module>.,"
+        ):
+            ranks.run("breakpoint() if rank == 1 else None")
+        assert ranks.run("x") == 1
 
 
 @pytest.mark.usefixtures("bare")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from lockstep.step.loss_scale import in_force
 from tests.backends import BOTH, EACH_BACKEND, OVER_BOTH
 from tests.digests import digest_of
 from tests.harness import run_ranks
+from tests.launching import run
 from tests.ranks.ddp_cases import differentiate
 from tests.selection import each_value
 
@@ -498,3 +500,31 @@ def test_ranks_that_train_apart_compute_in_bfloat16() -> None:
     found = run_ranks(_local_steps, 2, "bf16")
     assert found == run_ranks(_local_steps, 2, None)
     assert found[0] == found[1]
+
+
+_SCRIPT = """
+import torch, lockstep
+from torch import nn
+
+world = lockstep.init()
+model = lockstep.replicate(nn.Linear(3, 3), precision="fp16")
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for _ in range(12):
+    lockstep.scale_loss(100 * model(torch.ones(2, 3) * (world.rank + 1)).square().mean()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+world.print("left out", lockstep.loss_scale().skipped)
+"""
+
+
+def test_the_summary_counts_the_steps_that_the_loss_scale_has_left_out(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_SCRIPT)
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True, LOCKSTEP_QUIET="0")
+    assert done.code == 0, done.err
+    found = re.search(r"left out (\d+)", done.out)
+    assert found is not None
+    assert int(found[1]) > 1
+    told = (
+        f"{found[1]} steps left out, since averaged gradients were infinite or NaN: the first was step 1 (with the loss"
+    )
+    assert f"{told} scale 65,536), the last step {found[1]}\n" in done.err

@@ -21,6 +21,7 @@ from lockstep.runs.series import Series
 from tests.faults import jobs
 from tests.faults.machines import SOON, Machines, client, kill_all, sockets, stop_all, zygote
 from tests.launching import LIMIT, Finished, Running, wait_for
+from tests.schemas import holds
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -83,6 +84,19 @@ def test_the_first_failure_is_told_on_every_machine(tmp_path: Path) -> None:
         assert "not restarted: it failed before its first step" in report
     elsewhere = next(each.err for each in done if "on machine 1" in each.err)
     assert "line 7, in <module>" in elsewhere.split("lockstep: ", 2)[2], "with the traceback that is nowhere above"
+
+
+def test_a_command_is_told_once_of_what_becomes_of_the_job(tmp_path: Path) -> None:
+    script, told = tmp_path / "train.py", tmp_path / "told"
+    script.write_text(_RAISING)
+    with Machines(tmp_path, "2", options=("--notify", f"cat >> {told}")) as machines:
+        for _ in range(2):
+            machines.start(script=script)
+        codes, done = _codes(machines)
+    assert codes == [1, 1], done  # it failed before its first step, so it is not tried again
+    (failed,) = [holds(line, "lockstep.notify/1") for line in told.read_text().splitlines()]
+    assert (failed["event"], failed["code"], failed["exit_code"], failed["ranks"]) == ("failed", "run-failed", 1, 2)
+    assert "RuntimeError: the wrong path" in failed["text"]
 
 
 def test_a_machine_that_comes_joins_without_a_step_lost(tmp_path: Path) -> None:

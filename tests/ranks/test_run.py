@@ -55,10 +55,13 @@ class Squares(Dataset):                       # defined in __main__: spawned wor
     def __len__(self): return 6
     def __getitem__(self, index): return torch.tensor(index * index)
 
+class Batch:                                  # and so must this process what they send of its classes
+    def __init__(self, samples): self.samples = torch.stack(samples).tolist()
+
 def main():
     for method in ("fork", "spawn"):
-        loader = DataLoader(Squares(), batch_size=2, num_workers=1, multiprocessing_context=method)
-        print(method, [batch.tolist() for batch in loader])
+        loader = DataLoader(Squares(), 2, num_workers=1, multiprocessing_context=method, collate_fn=Batch)
+        print(method, [batch.samples for batch in loader])
     atexit.register(lambda: print("atexit", Squares.__name__, __name__))
     threading.Thread(target=lambda: (threading.main_thread().join(), print("thread", len(Squares())))).start()
 

@@ -101,6 +101,38 @@ os._exit(3)
 """
 
 
+_CRASHES = """
+import ctypes, os, signal, threading, torch, lockstep
+
+w = lockstep.init()
+
+def crash():
+    {crash}
+
+if w.rank == {rank}:
+    crash()
+w.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("crash", "rank", "begin"),
+    [
+        ("ctypes.string_at(0)", 0, "  Fatal Python error: Segmentation fault"),
+        ("os.kill(os.getpid(), signal.SIGABRT)", 1, "  Fatal Python error: Aborted"),
+    ],
+)
+def test_a_crash_in_native_code_names_the_line_of_python(tmp_path: Path, crash: str, rank: int, begin: str) -> None:
+    (tmp_path / "train.py").write_text(_CRASHES.format(crash=crash, rank=rank))
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True)
+    assert done.code > 128
+    lines = done.err.splitlines()
+    assert any(line.startswith(f"lockstep: rank {rank} of 2 failed: killed by signal") for line in lines)
+    frames = lines[lines.index(begin) + 1 :]
+    assert f'    File "{tmp_path}/train.py", line 7 in crash' in frames[:3]
+    assert f'    File "{tmp_path}/train.py", line 10 in <module>' in frames[:3]
+
+
 @pytest.mark.parametrize(
     ("how", "last"), [("argparse", "train.py: error: argument --epochs: invalid int value: 'none'"), ("exit", "out of")]
 )

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 import lockstep
 from lockstep import knobs
@@ -340,50 +341,124 @@ def test_every_rank_reads_what_can_not_be_handed_over_and_it_is_said_once(after:
     assert f"an object of {__name__}:Opaque at [0]" in told[0]
 
 
-class Unseeded(IterableDataset[float]):
-    """Numbers that are changed by what is drawn from some sample on; at the end something more may be drawn."""
+class Unseeded(IterableDataset[int]):
+    """Of 60 numbers those that are drawn; counts those that are read."""
 
-    def __init__(self, draws_from: int) -> None:
-        self.draws_from, self.read = draws_from, 0
+    def __init__(self) -> None:
+        self.read = torch.zeros(1, dtype=torch.int64).share_memory_()
 
-    def __iter__(self) -> Iterator[float]:
-        for number in range(20):
+    def __iter__(self) -> Iterator[int]:
+        for number in range(60):
             self.read += 1
-            yield float(number) + (random.random() + float(np.random.rand()) if number >= self.draws_from else 0)
-        if self.draws_from == 20:
-            random.random()
+            if random.random() + float(np.random.rand()) + torch.rand(()).item() < 1.5:
+                yield number
 
 
-def _unseeded(draws_from: int) -> tuple[list[list[float]], list[float], int, list[str]]:
+class DrawingCollate:
+    """Draws for each sample, so that ranks draw differently often; its batches may be such as can't be handed over."""
+
+    def __init__(self, opaque: bool) -> None:
+        self.opaque = opaque
+
+    def __call__(self, numbers: list[int]) -> Any:
+        drawn = [random.random() + float(np.random.rand()) + torch.rand(()).item() for _ in numbers]
+        return Opaque(numbers) if self.opaque else (numbers, drawn)
+
+
+def _unseeded(workers: int, opaque: bool) -> tuple[list[Any], list[float], int, int]:
     lockstep.init(timeout=60)
-    stream = Unseeded(draws_from)
-    loader = lockstep.shard(DataLoader(stream, batch_size=4), seed_samples=False)
+    stream = Unseeded()
+    options: dict[str, Any] = {"num_workers": workers, "collate_fn": DrawingCollate(opaque)}
+    loader = lockstep.shard(DataLoader(stream, batch_size=5, **options), seed_samples=False)
     seen, drawn = [], []
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(2):
             for batch in loader:
-                seen.append(batch.tolist())
+                seen.append(batch.numbers if opaque else batch[0])
                 drawn.append(random.random())  # by the script, between two batches
-    return seen, [*drawn, random.random(), float(np.random.rand())], stream.read, [str(each.message) for each in told]
+    return seen, [*drawn, random.random(), float(np.random.rand())], int(stream.read), len(told)
 
 
-@pytest.mark.parametrize("draws_from", [0, 9, 20])
-def test_what_draws_from_the_generators_of_all_ranks_is_read_by_all(draws_from: int) -> None:
-    (alone, drawn, read, _), *_ = run_ranks(_unseeded, 1, draws_from)
-    ranks = run_ranks(_unseeded, 2, draws_from)
+@pytest.mark.parametrize(("workers", "opaque"), [(0, False), (0, True), (1, False), (1, True)])
+def test_without_seeds_the_ranks_have_the_parts_of_one_stream(workers: int, opaque: bool) -> None:
+    (alone, drawn, read, _), *_ = run_ranks(_unseeded, 1, workers, opaque)
+    assert read == 120
+    assert 20 < sum(map(len, alone)) < 100
+    ranks = run_ranks(_unseeded, 2, workers, opaque)
     assert [a + b for a, b in zip(*[seen for seen, *_ in ranks], strict=True)] == alone
     assert [rank[1] for rank in ranks] == [drawn, drawn], "what the script draws stays the same as well"
-    assert [rank[2] for rank in ranks] == [read, read + 1]
-    assert [len(rank[3]) for rank in ranks] == [1, 0]
-    assert "it draws from the generators of Python, NumPy or torch" in ranks[0][3][0]
+    looked = ranks[1][2] - (120 if opaque else 0)
+    assert ranks[0][2] == 120
+    assert 1 <= looked < 10, "rank 1 has looked for the first sample"
+    assert [rank[3] for rank in ranks] == [int(opaque), 0], "that all read is said once"
 
 
-def test_what_draws_nothing_is_read_once_also_without_seeds() -> None:
-    (alone, drawn, read, _), *_ = run_ranks(_unseeded, 1, 21)
-    ranks = run_ranks(_unseeded, 2, 21)
-    assert [a + b for a, b in zip(*[seen for seen, *_ in ranks], strict=True)] == alone
-    assert [rank[1:] for rank in ranks] == [(drawn, read, []), (drawn, 1, [])]
+def _piped(workers: int, saved: Any) -> tuple[list[list[list[int]]], Any]:
+    lockstep.init(timeout=60)
+    pipe = IterableWrapper(list(range(40))).shuffle().sharding_filter()
+    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
+    loader = lockstep.shard(DataLoader(pipe, batch_size=6, shuffle=True, **options))
+    if saved is not None:
+        loader.load_state_dict(saved)
+    epochs, state = [], None
+    for _ in range(2):
+        epochs.append([batch.tolist() for batch in loader])
+        if state is None:
+            for _ in zip(range(2), loader, strict=False):
+                state = loader.state_dict()
+    return epochs, state
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_datapipe_is_divided_among_its_workers_and_shuffled_alike_in_them(workers: int) -> None:
+    (alone, _), *_ = run_ranks(_piped, 1, workers, None)
+    ranks = run_ranks(_piped, 3, workers, None)
+    for epoch, batches in enumerate(alone):
+        assert sorted(number for batch in batches for number in batch) == list(range(40))
+        parts = zip(*[seen[epoch] for seen, _ in ranks], strict=True)
+        assert [[number for part in share for number in part] for share in parts] == batches
+    assert alone[0] != alone[1], "each epoch is shuffled anew"
+    again = run_ranks(_piped, 2, workers, ranks[0][1])
+    rest = [a + b for a, b in zip(*[seen[0] for seen, _ in again], strict=True)]
+    ((whole, _),) = run_ranks(_piped, 1, workers, {**ranks[0][1], "cursor": _beginning(ranks[0][1])})
+    assert rest == whole[0][2:]
+
+
+def _beginning(state: Any) -> Any:
+    return {"epoch": state["cursor"]["epoch"], "samples": 0, "batches": 0, "in_epoch": False}
+
+
+class CountsPasses(IterableDataset[int]):
+    """Begins with another number in each pass, by its own count."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(range(100 * self.passes, 100 * self.passes + 40))
+
+
+class OpaqueFrom:
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __call__(self, numbers: list[int]) -> Any:
+        return torch.tensor(numbers) if numbers[0] < self.first else Opaque(numbers)
+
+
+def _counted_passes(opaque_from: int) -> int:
+    lockstep.init(timeout=60)
+    loader = lockstep.shard(DataLoader(CountsPasses(), batch_size=4, collate_fn=OpaqueFrom(opaque_from)))
+    return sum(len([*loader]) for _ in range(3))
+
+
+def test_a_rank_that_would_go_on_with_another_pass_says_so() -> None:
+    assert run_ranks(_counted_passes, 2, 1000) == [30, 30], "one reads, and counts"
+    _, other = collect_outcomes(_counted_passes, 2, 320)
+    assert other.error == "LockstepError"
+    assert "rank 1: every rank reads the stream from batch 5 of this pass on" in str(other.message)
+    assert "Give it a method set_epoch(epoch)" in str(other.message)
 
 
 class OfOneRank(IterableDataset[int]):

@@ -256,6 +256,44 @@ def test_parts_that_are_the_same_are_named() -> None:
         assert 'stream="parts" says that the stream splits itself' in str(outcome.message)
 
 
+class OfClass:
+    """A sample that is no container."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Unreadable:
+    """A sample of which nothing can be read but by its own module."""
+
+    __slots__ = ()
+
+
+class Objects(IterableDataset[Any]):
+    def __init__(self, part: int, *, readable: bool) -> None:
+        self._part, self._readable = part, readable
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([OfClass(self._part) if self._readable else Unreadable() for _ in range(4)])
+
+
+def _count(samples: list[Any]) -> Tensor:
+    return torch.ones(len(samples))
+
+
+def _of_objects(readable: bool, apart: bool) -> int:
+    world = lockstep.init(timeout=20)
+    dataset = Objects(world.rank if apart else 0, readable=readable)
+    return sum(len(batch) for batch in _loader(dataset, 4, collate_fn=_count))
+
+
+def test_parts_are_compared_by_what_objects_hold_and_not_by_their_class() -> None:
+    assert run_ranks(_of_objects, 2, True, True) == [4, 4]
+    for outcome in collect_outcomes(_of_objects, 2, True, False):
+        assert "the parts of ranks 0 and 1 begin with the same samples" in str(outcome.message)
+    assert run_ranks(_of_objects, 2, False, True) == [4, 4], "nothing is known of them, so nothing is said"
+
+
 def _damaged(fails_at: int, workers: int) -> int:
     world = lockstep.init(timeout=30)
     dataset = Parts((12, 12), fails_at=fails_at if world.rank == 1 else None)

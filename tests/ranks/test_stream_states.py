@@ -209,6 +209,40 @@ def test_samples_that_nobody_finds_again_are_an_error_on_every_rank(in_parts: bo
     )
 
 
+class Unreadable:
+    """A sample of which nothing can be read but by its own module."""
+
+    __slots__ = ()
+
+
+class OfUnreadable(Counts):
+    def __iter__(self) -> Iterator[Any]:
+        return (Unreadable() for _ in super().__iter__())
+
+
+def _sizes(states: list[Any] | None) -> tuple[list[int], Any, list[str], int]:
+    world = lockstep.init(timeout=60)
+    loader = _loader(OfUnreadable(), collate_fn=lambda samples: torch.ones(len(samples)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if states is not None:
+            loader.load_state_dict(states[world.rank])
+        sizes, state = [], None
+        for batch in loader:
+            sizes.append(len(batch))
+            state = state or loader.state_dict()
+    return sizes, state, [str(each.message) for each in caught], len(READ)
+
+
+def test_a_state_that_can_not_be_compared_is_not_trusted() -> None:
+    ((sizes, state, told, _),) = run_ranks(_sizes, 1, None)
+    assert not told
+    ((again, _, told, read),) = run_ranks(_sizes, 1, [state])
+    assert again == sizes[1:]
+    assert read == 30, "from the beginning"
+    assert "leads to objects of which nothing can be read to compare them with what comes next" in told[0]
+
+
 def _edited(change: str) -> None:
     lockstep.init(timeout=30)
     loader = _loader(Counts())

@@ -260,7 +260,9 @@ def test_a_model_in_shards_is_that_of_hugging_faces_form(run: Path, tmp_path: Pa
     assert [path.name for path in output.iterdir()] == ["model.safetensors"]
     assert _same(load_file(output / "model.safetensors"), _model(3))
     assert stat.S_IMODE(output.stat().st_mode) == 0o700
-    (output / "config.json").write_text("{}")
+    others = {"config.json", "model_ema.safetensors", "model-00001-of-00002.fp16.safetensors"}
+    for name in others:
+        (output / name).write_text("mine")
     refused = _run("export", run, output, "--shards", "--shard-size", 1e-9)
     assert (refused.exit_code, "model.safetensors already exists" in refused.output) == (2, True)
 
@@ -274,13 +276,14 @@ def test_a_model_in_shards_is_that_of_hugging_faces_form(run: Path, tmp_path: Pa
     assert set(index["weight_map"]) == set(model)
     assert sorted(index["weight_map"].values()) == files
     assert index["metadata"]["total_size"] == sum(each.numel() * each.element_size() for each in model.values())
-    assert {path.name for path in output.iterdir()} == {"config.json", "model.safetensors.index.json", *files}
-    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in output.glob("model*"))
+    assert {path.name for path in output.iterdir()} == {*others, "model.safetensors.index.json", *files}
+    assert all(stat.S_IMODE((output / name).stat().st_mode) == 0o600 for name in files)
     assert _same({name: load_file(output / file)[name] for name, file in index["weight_map"].items()}, model)
 
     whole = _run("export", run, output, "--shards", "--force")
     assert whole.exit_code == 0
-    assert {path.name for path in output.iterdir()} == {"config.json", "model.safetensors"}
+    assert {path.name for path in output.iterdir()} == {*others, "model.safetensors"}
+    assert {(output / name).read_text() for name in others} == {"mine"}, "what is none of the model's files stays"
 
 
 def test_tensors_fill_a_shard_up_to_its_size() -> None:

@@ -29,7 +29,7 @@ OPTIONS = [
 ]
 
 
-def test_there_are_six_commands_three_of_them_groups() -> None:
+def test_there_are_eight_commands_three_of_them_groups() -> None:
     assert list(COMMANDS)[1:] == [
         "run",
         *(
@@ -39,13 +39,17 @@ def test_there_are_six_commands_three_of_them_groups() -> None:
             "runs top",
             "runs stack",
             "runs compare",
+            "runs bisect",
+            "runs batch",
             "runs report",
             "runs plan",
             "runs trace",
         ),
+        "replay",
         "checkpoint",
         *(f"checkpoint {name}" for name in ("ls", "show", "verify", "prune", "rewind", "export")),
         "verify",
+        "port",
         "doctor",
         *("submit", "submit slurm", "submit kubernetes"),
     ]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
-from lockstep.data.contents import contents_of
+from lockstep.data.contents import contents_of, fingerprint
 
 
 class Own(Dataset[Any]):
@@ -123,3 +123,67 @@ def test_a_dataset_within_itself_ends() -> None:
     endless.inner = endless  # type: ignore[attr-defined]
     assert contents_of(endless) == {}
     assert contents_of(Subset(Own(), [])) == {"dataset.indices": "none"}
+
+
+class Image:
+    """Gives itself as an array, as Pillow's images do."""
+
+    def __init__(self, value: int) -> None:
+        self._pixels = np.full((2, 2), value)
+        self._read_by = object()
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return dict(self._pixels.__array_interface__)
+
+
+class Damaged:
+    """An image whose file is cut off."""
+
+    def __init__(self, value: int) -> None:
+        self._value = value
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        raise OSError("truncated")
+
+
+class Graph:
+    """A sample of a class of the user's own, which refers to itself and to its dataset."""
+
+    def __init__(self, value: int) -> None:
+        self.edges, self.whole, self.dataset = {value, "a", "b"}, self, Own(files=[object()])
+
+
+class Slotted:
+    __slots__ = ("unset", "value")
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Image,
+        Graph,
+        Slotted,
+        lambda value: [Slotted(1), Graph(value)],
+        lambda value: {1, value, "a"},
+        lambda value: range(value),
+        lambda value: np.array([1, value], dtype="M8[D]"),
+        lambda value: np.array([1, {"a": value}], dtype=object),
+        lambda value: np.array([(1, value)], dtype="i4,f4"),
+        lambda value: value * torch.eye(3).to_sparse(),
+        lambda value: _DAY * value,
+        lambda value: Path(f"/data/{value}"),
+    ],
+)
+def test_samples_of_any_class_are_told_by_what_they_hold(make: Callable[[int], Any]) -> None:
+    assert fingerprint(make(2)) == fingerprint(make(2)) != fingerprint(make(3))
+
+
+def test_nothing_is_known_of_what_holds_nothing() -> None:
+    assert fingerprint([object(), len, Damaged]) == ""
+    assert fingerprint([object(), 1]) != fingerprint([object(), 2])
+    assert fingerprint(Damaged(1)) != "", "its file can't be read, its attributes can"

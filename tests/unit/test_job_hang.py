@@ -260,6 +260,18 @@ def test_a_looker_knows_since_when_and_forgets_what_came_before_a_break() -> Non
     assert looker.shares.seconds[0][Phase.DATA] == 2.5, "half of the first; what nobody looked at is no phase's"
 
 
+def test_the_time_of_a_person_in_a_debugger_is_nobodys() -> None:
+    looker = Looker(2, 100.0)
+    marks = [_mark(Phase.DATA, 2), _mark(Phase.REDUCE, 1, waits=True)]
+    looker.look(marks, 101.0)
+    looker.look(marks, 102.0, debugging=True)
+    looker.look(marks, 103.0, debugging=True)
+    assert looker.moved == [103.0, 103.0], "both begin to wait anew"
+    looker.look(marks, 104.0)
+    assert looker.moved == [103.0, 103.0]
+    assert [sum(seconds) for seconds in looker.shares.seconds] == [2.0, 2.0]
+
+
 def test_looks_come_often_at_first_irregularly_and_never_rarely() -> None:
     looker, now, pauses = Looker(1, 0.0), 0.0, []
     for event in range(1, 2000):

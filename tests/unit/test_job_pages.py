@@ -182,8 +182,8 @@ def test_long_texts_are_cut_and_others_stay_whole(own: Flight, pages: Pages) -> 
     spans = sorted(text.value for text in Text)
     assert all(start + size <= following for (start, size), (following, _) in pairwise(spans))
     assert spans[-1][0] + spans[-1][1] <= PAGE
-    behind = spans[-1][0] + spans[-1][1]
-    assert all(cell * 8 + 8 <= spans[0][0] or cell * 8 >= behind for cell in Cell)
+    assert all(cell * 8 + 8 <= start or cell * 8 >= start + size for start, size in spans for cell in Cell)
+    assert all(place + len(Phase) <= cell for place in (Cell.SPENT, Cell.DEVICE_SPENT) for cell in Cell if cell > place)
     assert (Cell.SPENT + len(Phase)) * 8 <= PAGE
 
 

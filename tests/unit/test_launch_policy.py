@@ -41,6 +41,19 @@ def test_ranks_get_the_time_in_which_the_launcher_itself_stood_still() -> None:
     assert policy.tick(71.0) == [Order(SIGKILL, (0, 1))]
 
 
+def test_a_user_who_quits_a_debugger_stops_the_others_and_fails_nobody() -> None:
+    policy = Policy(range(3), grace=10)
+    assert policy.quit(1, now=5.0) == [Order(SIGTERM, (0, 2))]
+    assert (policy.stopped_by, policy.failing, policy.has_quit) == (SIGINT, False, True)
+    assert policy.exited(1, 130, at=5.1) == policy.exited(0, -SIGTERM, at=5.2) == []
+    assert policy.quit(2, now=5.3) == [], "once is enough"
+    assert policy.tick(15.0) == [Order(SIGKILL, (2,))]
+    failing = Policy(range(2), grace=10)
+    failing.exited(0, 1, at=5.0)
+    assert failing.quit(1, now=5.1) == []
+    assert not failing.has_quit, "that is not why it ends"
+
+
 def test_a_failure_of_the_only_rank_has_nobody_to_stop() -> None:
     policy = Policy([0], grace=10)
     assert policy.exited(0, 3, at=5.0) == []

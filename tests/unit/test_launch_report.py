@@ -50,6 +50,12 @@ def test_nobody_failed() -> None:
     assert _outcome(_ending(0, 0, 1.0), _ending(1, 0, 2.0)).first is None
 
 
+def test_a_job_that_a_user_has_quit_is_told_by_where() -> None:
+    ending = _ending(1, 130, 1.0, raised="bdb.BdbQuit: train.py:3 in f", raised_at=0.9)
+    outcome = Outcome((_ending(0, -SIGTERM, 1.1), ending), _NOT_KNOWN, 2, quit_by=(1, "train.py:3 in f"))
+    assert stopped(outcome, SIGINT) == "ended at a breakpoint, on rank 1 (train.py:3 in f)"
+
+
 def test_the_exception_counts_from_when_it_was_raised() -> None:
     slow = _ending(1, 1, 9.0, raised="ValueError: cause", raised_at=5.0)
     quick = _ending(0, 1, 5.2, raised="KeyError: later", raised_at=5.1)
@@ -302,3 +308,25 @@ def test_of_a_crash_that_python_has_shown_the_users_lines_are_repeated(tmp_path:
     ]
     log.write_text("Fatal Python error: none that it has shown\nlast\n")
     assert "  last" in describe(_outcome(Ending(crashed.state, None, log=log)))
+
+
+def test_a_crash_that_a_rank_has_left_in_its_folder_names_the_users_line() -> None:
+    ours = str(Path(report.__file__).parents[1])
+    text = _CRASHED.format(before="", ours=ours, modules="torch._C")
+    crashed = Ending(_ending(1, -SIGSEGV, 5.0).state, None, shown=True, crash=text)
+    lines = describe(_outcome(_ending(0, -SIGTERM, 6.0), crashed)).splitlines()
+    begin = lines.index("  Fatal Python error: Segmentation fault")
+    assert lines[begin + 1] == '    File "/home/me/data.py", line 7 in normalise'
+
+
+def test_of_a_crash_in_a_thread_without_python_the_main_threads_line_is_told() -> None:
+    text = (
+        "Fatal Python error: Aborted\n\nThread 0x00007f00aaaaaaaa (most recent call first):\n"
+        '  File "/home/me/other.py", line 2 in watch\n\nThread 0x00007f00bbbbbbbb (most recent call first):\n'
+        '  File "/home/me/train.py", line 30 in <module>\n\nExtension modules: a (total: 1)\n'
+    )
+    assert report.stack_of_crash(text) == [
+        "Fatal Python error: Aborted, in a thread that runs no Python; the main thread was here:",
+        '  File "/home/me/train.py", line 30 in <module>',
+    ]
+    assert report.stack_of_crash("Fatal Python error: Aborted\n\n<no Python frame>\n") == []

@@ -111,8 +111,13 @@ def test_flight_recorders_write_into_the_jobs_folder_unless_the_user_says_where(
         "TORCH_FR_DUMP_TEMP_FILE": str(files.flight_recorder(3)).removesuffix("3"),
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(files.flight_recorder_pipes),
     }
-    own = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/tmp/mine", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}
+    own = {
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/tmp/mine",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": "/tmp/pipe",
+    }
     assert watchdog.variables(tmp_path, own) == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in watchdog.variables(tmp_path, {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"})
 

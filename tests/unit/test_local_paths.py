@@ -14,9 +14,7 @@ from examples.crnn import options as crnn
 from examples.gpt import options as gpt
 from examples.imagenet import options as imagenet
 from examples.segmentation import options as segmentation
-from torch import nn
 
-import lockstep
 from lockstep._files import NoLocalPath, local_path
 from lockstep.cli import main
 from lockstep.launch.spec import JobSpec, NodeOptions, Program, node_place
@@ -60,7 +58,6 @@ def _job(**options: object) -> JobSpec:
 
 
 _TAKERS: dict[str, Callable[[str], object]] = {
-    "load_weights": lambda url: lockstep.load_weights(url, nn.Linear(1, 1)),
     "--log-dir": lambda url: _job(log_dir=Path(url)),
     "--rdzv": lambda url: node_place(NodeOptions(rdzv=f"file:{url}", nnodes="2"), {}),
     "a run": lambda url: history.find(url, []),
@@ -78,11 +75,7 @@ def test_functions_that_take_paths_refuse_urls(taker: str, tmp_path: Path, monke
 @pytest.mark.parametrize(
     "command",
     [
-        "checkpoint ls URL",
-        "checkpoint show URL",
-        "checkpoint verify URL",
-        "checkpoint prune URL --last 1",
-        "checkpoint export URL out.pt",
+        "checkpoint rewind URL --to 1",
         "checkpoint export here URL",
         "runs ls URL",
         "runs report URL",

@@ -121,6 +121,10 @@ def test_containers_and_plain_values_come_out_as_they_were() -> None:
     assert type(found["point"]) is Point
     assert type(found["frozen"]) is Frozen
     assert list(found["ordered"]) == ["b", "a"]
+    weights = torch.nn.BatchNorm1d(3).state_dict()
+    found = _round(weights)
+    assert (type(found), [*found]) == (OrderedDict, [*weights])
+    assert found._metadata == weights._metadata != {}, "what tells load_state_dict the versions"  # type: ignore[attr-defined]
     encoded = _round(Encoded({"ids": torch.arange(3)}, more=("x", None)))
     assert type(encoded) is Encoded
     assert (encoded["ids"].tolist(), encoded.more) == ([0, 1, 2], ("x", None))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.checkpoint import folders, locks, read
+from lockstep.checkpoint import disk_folder, folders, locks
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.locks import CheckpointGone, reading, taken
 from lockstep.checkpoint.retention import Retention, entries, prune, remove, superfluous
@@ -167,11 +167,11 @@ def test_a_listing_that_is_out_of_date_is_made_anew(tmp_path: Path, monkeypatch:
     old, hold = _save(tmp_path, 1), locks.reading
 
     def prune_first(folder: Path) -> Any:
-        monkeypatch.setattr(read, "reading", hold)
+        monkeypatch.setattr(disk_folder, "reading", hold)
         prune(tmp_path, _save(tmp_path, 2), Retention(last=1))
         return hold(folder)
 
-    monkeypatch.setattr(read, "reading", prune_first)
+    monkeypatch.setattr(disk_folder, "reading", prune_first)
     loaded = lockstep.load_weights(tmp_path, nn.ParameterDict({"weight": torch.zeros(5)}))
     assert not old.exists()
     assert folders.age(loaded.source)[0] == 2

@@ -71,7 +71,7 @@ print("released", flush=True)
 
 def test_a_later_round_of_the_job_displaces_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine that has the lock is cut off, and let back when the job has gone on."""
-    monkeypatch.setattr(locks, "_SUCCESSION", 0.1)
+    monkeypatch.setattr(locks, "SUCCESSION", 0.1)
     (tmp_path / f"step-00000003.tmp-{'0' * 16}").mkdir()
     monkeypatch.setenv(_ROUND, "job 1")
     with subprocess.Popen(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from lockstep.data.generators import GENERATORS, NUMPY
 from lockstep.data.mixing import mix
-from lockstep.data.seeding import SampleSeeds, preserved_generators, seed_generators, without_drawing
+from lockstep.data.seeding import OwnNumbers, SampleSeeds, preserved_generators, seed_generators
 
 
 def _draw() -> tuple[float, float, float, float]:
@@ -178,27 +178,50 @@ def test_the_workers_of_all_epochs_know_what_one_has_seen() -> None:
     assert dataset.asked == [1, 2]
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [lambda: torch.rand(()), lambda: random.random(), lambda: np.random.rand(), lambda: np.random.standard_normal()],
-    ids=["torch", "Python", "NumPy", "NumPy, a second number that is kept"],
-)
-def test_what_is_drawn_for_an_item_is_noticed_and_for_the_end(draw: Callable[[], object]) -> None:
-    def items() -> Iterator[str]:
-        yield "drawn for nobody"
-        draw()
-        yield "drawn"
-        yield "not drawn"
-        draw()
+def test_own_numbers_go_on_beside_all_others() -> None:
+    def _drawn(other: bool) -> tuple[list[Any], tuple[float, float, float, float]]:
+        seed_generators(7)
+        numbers, drawn = OwnNumbers(), []
+        for turn in range(3):
+            with numbers.drawing():
+                if not turn:
+                    seed_generators(3)
+                drawn.append([_draw(), float(np.random.standard_normal())])  # (of two of these NumPy keeps one)
+            if other:
+                seed_generators(turn)
+        if other:
+            seed_generators(7)
+        return drawn, _draw()
 
     with preserved_generators():
         seed_generators(3)
-        np.random.standard_normal()  # of each second one NumPy has the next in hand
-        found = []
-        for item, has_drawn in without_drawing(items()):
-            found.append((item, has_drawn))
-            random.random()  # by whoever takes the items
-    assert found == [("drawn for nobody", False), ("drawn", True), ("not drawn", False), (None, True)]
+        expected = [[_draw(), float(np.random.standard_normal())] for _ in range(3)]
+        seed_generators(7)
+        untouched = _draw()
+        assert _drawn(False) == _drawn(True) == (expected, untouched)
+
+
+def test_own_numbers_are_kept_after_an_error() -> None:
+    with preserved_generators():
+        numbers = OwnNumbers()
+        seed_generators(7)
+        drawn = []
+
+        def draw_and_fail() -> None:
+            with numbers.drawing():
+                seed_generators(3)
+                drawn.append(_draw())
+                raise ValueError("damaged")
+
+        with pytest.raises(ValueError, match="damaged"):
+            draw_and_fail()
+        outside = _draw()
+        with numbers.drawing():
+            drawn.append(_draw())
+        seed_generators(7)
+        assert _draw() == outside
+        seed_generators(3)
+        assert [_draw(), _draw()] == drawn
 
 
 # --- reading and setting the generators -------------------------------------------------------------------------------
@@ -278,6 +301,20 @@ def test_a_generator_in_place_of_numpys_own_is_preserved() -> None:
         assert not GENERATORS[2].is_at(state)
     finally:
         _bits.set_bit_generator(before)
+
+
+@pytest.mark.parametrize("kind", [np.random.PCG64, np.random.Philox, np.random.SFC64, np.random.MT19937])
+def test_any_generator_in_place_of_numpys_own_is_seeded(kind: Callable[[int], Any]) -> None:
+    before = _bits.get_bit_generator()
+    _bits.set_bit_generator(kind(3))
+    try:
+        drawn = []
+        for seed in (2**40, 2**41, 2**40):
+            NUMPY.seed(seed)
+            drawn.append([float(np.random.standard_normal()) for _ in range(3)])  # (of each two, one may be kept)
+    finally:
+        _bits.set_bit_generator(before)
+    assert drawn[0] == drawn[2] != drawn[1]
 
 
 @pytest.mark.parametrize("act", ["read", "set"])

@@ -14,12 +14,12 @@ import pytest
 import lockstep
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.blocks import TensorPart
+from lockstep.checkpoint.disk_folder import Draft, write_blocks
 from lockstep.checkpoint.encoding import digest_of
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.manifest import MODEL, FileEntry, Manifest
 from lockstep.checkpoint.plan import Block
 from lockstep.checkpoint.read import find_damage
-from lockstep.checkpoint.save import Draft, write_blocks
 from tests.checkpoints import verify
 
 

@@ -9,24 +9,23 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from lockstep import callsite
-from lockstep._files import local_path
-from lockstep.checkpoint import folders
+from lockstep._files import run_path
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.boundary import StepBoundary
 from lockstep.checkpoint.finite import NOTHING_MEANT
-from lockstep.checkpoint.locks import RunLock
 from lockstep.checkpoint.missing import words_on_missing
 from lockstep.checkpoint.passes import EndOfPass
 from lockstep.checkpoint.plan import WritePlan
 from lockstep.checkpoint.restore import Restored, find, load, load_generators, restored, words_on_differences
 from lockstep.checkpoint.retention import Retention, prune
+from lockstep.checkpoint.run_folder import Hold, run_folder
 from lockstep.checkpoint.save import prepare, words_on_drift, write
 from lockstep.checkpoint.state import Moment, Position, RunState, Stateful, parameters_in_short, refuse_parts
 from lockstep.checkpoint.storage import POSIX, Storage
@@ -67,7 +66,8 @@ class Checkpointer:
     All ranks share the writing, and all read, so they must see the same folder.
 
     Args:
-        folder: the folder of the checkpoints; made (0700) if it is missing.
+        folder: the folder of the checkpoints; made (0700) if it is missing. Or an address in an object store, such as
+            ``s3://bucket/run``, where the bucket must be there; see docs/checkpoints.md.
         model: the model; a wrapper around it (DistributedDataParallel, torch.compile) leaves no trace in the names.
         optimizer: its steps are counted: :attr:`step`.
         scheduler: a learning-rate scheduler.
@@ -78,14 +78,15 @@ class Checkpointer:
             n-th, the best. Checkpoints that are being read are left for the next save to remove.
 
     The folder belongs to this job until its ranks have ended, or rank 0 has dropped every Checkpointer of the folder:
-    another job that makes a Checkpointer of it is refused. See Note [Run lock] in ``checkpoint/locks.py``.
+    another job that makes a Checkpointer of it is refused. See Note [Run lock] in ``checkpoint/locks.py``, and for a
+    store Note [Lease] in ``checkpoint/lease.py``.
 
     Raises:
         CheckpointError: the folder can't be written, or belongs to another job, which is named; or the model or the
             optimizer is of a kind that can't be saved here (FSDP, tensor parallelism, the stages of a pipeline, ZeRO,
             sparse buffers): the error names a remedy. On every rank.
         LockstepError: ``lockstep.init()`` has not been called.
-        TypeError, ValueError: an argument is invalid; a URL is no folder.
+        TypeError, ValueError: an argument is invalid.
     """
 
     #: The file system; tests replace it.
@@ -102,15 +103,15 @@ class Checkpointer:
         extra: Mapping[str, Stateful] | None = None,
         keep: int | Retention | None = 3,
     ) -> None:
-        root = local_path(folder, "folder")
+        root = run_path(folder, "folder")
         self._run = RunState(model, optimizer, scheduler, loader, dict(extra or {}))
         self._rule = _rule(keep)
         world = current_world()
         if world is None:
             raise LockstepError("lockstep.Checkpointer: no world yet; call lockstep.init() first")
         self._world = world
-        #: The absolute path of the checkpoints' folder.
-        self.folder = root.absolute()
+        #: The absolute path of the checkpoints' folder, or its address in a store.
+        self.folder: PurePath = root.absolute() if isinstance(root, Path) else root
         self._position = Position()
         self._said_apart = self._said_missing = False
         #: True once this run owns the folder: it has resumed from it, found it empty, or has saved.
@@ -126,9 +127,12 @@ class Checkpointer:
         self._last_is_sound = True
         _, shorts = together(world, self._refuse_unsavable, lambda short: short)
         refuse_parts(shorts)
-        (self._lock, _), owners = together(world, self._claim_folder, lambda claimed: claimed[1])
+        (self._hold, _), claims = together(world, self._claim_folder, lambda claimed: claimed[1])
+        owner, token = claims[0]
+        if token:
+            together(world, lambda: run_folder(self.folder, self._storage).witness(str(token)), lambda _: None)
         #: The user ids whose checkpoints are read: this user's, and the owner that the file system gives to its files.
-        self._owners = (os.geteuid(), int(owners[0]))
+        self._owners = (os.geteuid(), *([] if owner is None else [int(owner)]))
         self._background = Background(world)
         if optimizer is not None:
             self._position.count(optimizer)
@@ -164,12 +168,14 @@ class Checkpointer:
         self._meant = self._run.meant()
         return parameters_in_short(self._run.model)
 
-    def _claim_folder(self) -> tuple[RunLock | None, int]:
-        """Make the folder on rank 0 and lock it for this job. Return the lock and the owner of new files."""
+    def _claim_folder(self) -> tuple[Hold | None, tuple[int | None, str]]:
+        """Make the folder on rank 0 and take it for this job. Return the hold, the owner of new files and a token."""
         if not self._world.is_main:
-            return None, os.geteuid()
-        owner = folders.prepare_root(self.folder, on=self._storage)
-        return RunLock(self.folder), owner
+            return None, (None, "")
+        folder = run_folder(self.folder, self._storage)
+        owner = folder.prepare()
+        hold = folder.hold()
+        return hold, (owner, hold.token)
 
     def epochs(self, count: int, *, resume: bool = True) -> Iterator[int]:
         """**Collective.** Yield the remaining epochs out of ``count``: ``for epoch in saved.epochs(10)``.
@@ -267,7 +273,7 @@ class Checkpointer:
 
     @of_all_ranks("Checkpointer.save()")
     @flight.phase(Phase.SAVE)
-    def save(self, *, metric: float | None = None, epoch_done: bool | None = None) -> Path:
+    def save(self, *, metric: float | None = None, epoch_done: bool | None = None) -> PurePath:
         """**Collective.** Write a checkpoint to the disk itself and return its folder. Older ones are pruned after it.
 
         If it fails, the checkpoints before it are as they were, and training may continue. If parameters or the
@@ -328,7 +334,7 @@ class Checkpointer:
         self._position.last_saved = moment.step
 
     @flight.phase(Phase.SAVE)
-    def wait(self) -> Path | None:
+    def wait(self) -> PurePath | None:
         """Wait until the :meth:`async_save` under way is on the disk. Return its folder, or None if there is none.
 
         Raises:
@@ -338,13 +344,13 @@ class Checkpointer:
         self._owns_folder |= folder is not None
         return folder
 
-    def _write(self, plan: WritePlan, moment: Moment, peers: Peers) -> Path:
+    def _write(self, plan: WritePlan, moment: Moment, peers: Peers) -> PurePath:
         saved = write(
             self.folder,
             plan,
             moment,
             peers=peers,
-            check=lambda: None if self._lock is None else self._lock.check(),
+            check=lambda: None if self._hold is None else self._hold.check(),
             tidy=lambda newest: prune(self.folder, newest, self._rule, damaged=self._damaged, on=self._storage),
             on=self._storage,
         )
@@ -381,7 +387,7 @@ class Checkpointer:
         """Refuse, on rank 0, a folder with checkpoints that this run has not resumed."""
         if self._owns_folder or not self._world.is_main:
             return
-        there = folders.checkpoints(self.folder, on=self._storage)
+        there = run_folder(self.folder, self._storage).checkpoints()
         if there:
             raise CheckpointError(
                 f"{self.folder} holds the checkpoints of an earlier run (the newest is {there[0].name}), which this "

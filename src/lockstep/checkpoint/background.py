@@ -25,9 +25,10 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from pathlib import PurePath
 
 from lockstep import _torch
+from lockstep.checkpoint.at_exit import before_threads_end
 from lockstep.checkpoint.chunks import Chunks
 from lockstep.checkpoint.plan import WritePlan
 from lockstep.checkpoint.together import together
@@ -37,7 +38,7 @@ from lockstep.errors import CheckpointError
 from lockstep.job import flight
 
 #: A function that carries out a plan with these peers and returns the checkpoint's folder.
-Writer = Callable[[WritePlan, Peers], Path]
+Writer = Callable[[WritePlan, Peers], PurePath]
 
 #: The number of conversations begun in this process, the same on every rank.
 _conversations = 0
@@ -56,7 +57,7 @@ class Background:
         self._thread: threading.Thread | None = None
         self._peers: OverStore | None = None
         self._step = 0
-        self._folder: Path | None = None
+        self._folder: PurePath | None = None
         self._error: BaseException | None = None
         self._pid = os.getpid()
 
@@ -78,7 +79,7 @@ class Background:
         _watch_exit(self)
         self._thread.start()
 
-    def wait(self) -> Path | None:
+    def wait(self) -> PurePath | None:
         """Wait for the save that is under way. Return its folder, or None if there is none.
 
         Raises:
@@ -110,7 +111,7 @@ class Background:
             timeout=self._world.timeout,
         )
 
-    def _run(self, task: Callable[[], Path], peers: OverStore) -> None:
+    def _run(self, task: Callable[[], PurePath], peers: OverStore) -> None:
         flight.current.begin(f"saving step {self._step}")
         try:
             self._folder = task()
@@ -130,10 +131,10 @@ class Background:
         return self._error is not None
 
 
-def _fail_together(error: Exception, peers: Peers) -> Path:
+def _fail_together(error: Exception, peers: Peers) -> PurePath:
     """Take part in the others' ``write``, so that it fails on all ranks with ``error``."""
 
-    def fail() -> Path:
+    def fail() -> PurePath:
         raise error
 
     try:
@@ -148,7 +149,14 @@ def _watch_exit(background: Background) -> None:
     _all.add(background)
     if _registered_in != os.getpid():
         _registered_in = os.getpid()
+        before_threads_end(_end_saves)
         atexit.register(_at_exit)
+
+
+def _end_saves() -> None:
+    """Wait for the saves under way; see Note [The end of a process]."""
+    for each in [*_all]:
+        each.failed_unheard()
 
 
 def _at_exit() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import PurePath
 from typing import Protocol
 
 from lockstep import _torch, callsite, knobs
@@ -40,7 +40,7 @@ class Saver(Protocol):
     @property
     def _local_training(self) -> LocalTraining | None: ...
 
-    def save(self, *, epoch_done: bool | None = None) -> Path: ...
+    def save(self, *, epoch_done: bool | None = None) -> PurePath: ...
 
 
 class StepBoundary:
@@ -181,7 +181,7 @@ class StepBoundary:
         self._leave_word(saver.step, folder, sound=saver._last_is_sound)
         raise SystemExit(EXIT_SAVED)
 
-    def _leave_word(self, step: int, folder: Path, *, sound: bool) -> None:
+    def _leave_word(self, step: int, folder: PurePath, *, sound: bool) -> None:
         """Tell each machine's launcher where the run can resume; without a launcher, rank 0 tells the user.
 
         Each rank sees to it before it leaves: whatever it does next, the launcher knows that it comes after the save.

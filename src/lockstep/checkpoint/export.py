@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 import safetensors.torch
@@ -31,6 +32,8 @@ SHARD_BYTES = 5 * 10**9
 #: The types that torch.load(weights_only=True) accepts besides tensors.
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _INDEX = "model.safetensors.index.json"
+#: The files of a model in Hugging Face's form.
+_MODEL_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 class Form(Protocol):
@@ -64,7 +67,7 @@ class Exported:
 
     path: Path
     #: The checkpoint it came from.
-    source: Path
+    source: PurePath
     form: Form
     tensors: int
     size: int
@@ -76,7 +79,13 @@ class Exported:
 
 
 def export(
-    path: Path, output: Path, *, form: Form, step: int | None = None, extra: str | None = None, overwrite: bool = False
+    path: PurePath,
+    output: Path,
+    *,
+    form: Form,
+    step: int | None = None,
+    extra: str | None = None,
+    overwrite: bool = False,
 ) -> Exported:
     """Write the model of the newest complete and sound checkpoint.
 
@@ -99,9 +108,9 @@ def export(
     if not overwrite and (there := form.present(output)):
         raise CheckpointError(f"{there[0]} already exists: choose another name, or overwrite it")
 
-    chosen = step is not None or is_checkpoint(path.resolve())
+    chosen = step is not None or is_checkpoint(path)
 
-    def read_state(folder: Path) -> tuple[str, Mapping[str, Any]]:
+    def read_state(folder: PurePath) -> tuple[str, Mapping[str, Any]]:
         words = why_unsound(folder, read_manifest(folder))
         if extra is None:
             return words, read_model(folder, only_sound=not chosen)
@@ -121,7 +130,7 @@ def export(
     return Exported(output, source, form, tensors, size, len(files), damaged, lost)
 
 
-def _extra(folder: Path, name: str, *, only_sound: bool) -> Mapping[str, Any]:
+def _extra(folder: PurePath, name: str, *, only_sound: bool) -> Mapping[str, Any]:
     saved = read(folder, only_sound=only_sound).parts.get("extra", {})
     if name not in saved:
         there = f"it has {', '.join(map(repr, saved))}" if saved else "it has none"
@@ -191,7 +200,9 @@ class SafetensorsShards:
 
     def present(self, output: Path) -> Sequence[Path]:
         """See :class:`Form`."""
-        return [*sorted(output.glob("model*.safetensors")), *output.glob(_INDEX)]
+        # (Others of their files, an average of weights or an adapter, are none of this model's.)
+        files = [file for file in sorted(output.glob("model*.safetensors")) if _MODEL_FILE.fullmatch(file.name)]
+        return [*files, *output.glob(_INDEX)]
 
     def write(self, state: State, output: Path) -> Sequence[Path]:
         """See :class:`Form`."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from pathlib import Path
+from collections.abc import Iterable
+from pathlib import Path, PurePath
 
 from lockstep.checkpoint.storage import POSIX, Storage
 
@@ -50,7 +51,7 @@ def checkpoints(root: Path, *, on: Storage = POSIX) -> list[Path]:
     return sorted((root / name for name in on.folders(root) if _COMPLETE.fullmatch(name)), key=age, reverse=True)
 
 
-def step_of(folder: Path) -> int:
+def step_of(folder: PurePath) -> int:
     """Return the step in the name of a checkpoint's folder."""
     return age(folder)[0]
 
@@ -63,8 +64,13 @@ def step_in(name: str) -> int | None:
 
 def next_name(root: Path, step: int, *, on: Storage = POSIX) -> str:
     """Return an unused name for a new checkpoint."""
-    taken = [age(folder)[1] for folder in checkpoints(root, on=on) if step_of(folder) == step]
-    return f"step-{step:08d}" + (f"-r{max(taken) + 1}" if taken else "")
+    return unused_name(checkpoints(root, on=on), step)
+
+
+def unused_name(taken: Iterable[PurePath], step: int) -> str:
+    """Return a name for a new checkpoint that none of those ``taken`` has."""
+    saves = [age(folder)[1] for folder in taken if step_of(folder) == step]
+    return f"step-{step:08d}" + (f"-r{max(saves) + 1}" if saves else "")
 
 
 def draft_name(name: str) -> str:
@@ -72,7 +78,7 @@ def draft_name(name: str) -> str:
     return f"{name}.tmp-{secrets.token_hex(8)}"
 
 
-def age(folder: Path) -> tuple[int, int]:
+def age(folder: PurePath) -> tuple[int, int]:
     """Return the step in the name of a checkpoint's folder, and the number of the save at that step, from 1."""
     matched = _COMPLETE.fullmatch(folder.name)
     if matched is None:

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 
 from lockstep.checkpoint import folders
-from lockstep.checkpoint.folders import MANIFEST
+from lockstep.checkpoint.locks import Owner
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.read import (
     Unsound,
@@ -20,6 +19,7 @@ from lockstep.checkpoint.read import (
     why_unsound,
 )
 from lockstep.checkpoint.retention import Entry, Retention, entries, superfluous
+from lockstep.checkpoint.run_folder import run_folder
 from lockstep.errors import CheckpointCorrupt, CheckpointError
 from lockstep.text import listed
 
@@ -28,7 +28,7 @@ from lockstep.text import listed
 class CheckpointSummary:
     """A checkpoint's manifest, or the damage to it."""
 
-    folder: Path
+    folder: PurePath
     manifest: Manifest | None
     damage: str | None = None
 
@@ -43,7 +43,7 @@ class CheckpointSummary:
         return 0 if self.manifest is None else sum(entry.size for entry in self.manifest.files.values())
 
 
-def find(path: Path, *, step: int | None = None) -> list[Path]:
+def find(path: PurePath, *, step: int | None = None) -> list[PurePath]:
     """List the checkpoints at a path, newest first: those in a run's folder, or the one whose folder it is.
 
     Args:
@@ -53,10 +53,12 @@ def find(path: Path, *, step: int | None = None) -> list[Path]:
     Raises:
         CheckpointError: there are none.
     """
-    if not path.is_dir():
+    folder = run_folder(path)
+    if not folder.exists():
         raise CheckpointError(f"{path}: no such folder")
-    path = path.resolve()
-    found = [path] if is_checkpoint(path) else folders.checkpoints(path)
+    folder = folder.resolved()
+    path = folder.path
+    found = [path] if folder.is_checkpoint() else folder.checkpoints()
     wanted = [folder for folder in found if step is None or folders.step_of(folder) == step]
     if not wanted:
         steps = listed([str(folders.step_of(folder)) for folder in found])
@@ -65,13 +67,12 @@ def find(path: Path, *, step: int | None = None) -> list[Path]:
     return wanted
 
 
-def is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: PurePath) -> bool:
     """Return whether a folder is a checkpoint, rather than a run's with several."""
-    is_named_so = folders.step_in(path.name) is not None
-    return is_named_so and (not folders.checkpoints(path) or (path / MANIFEST).exists())
+    return run_folder(path).resolved().is_checkpoint()
 
 
-def glance(folder: Path) -> CheckpointSummary:
+def glance(folder: PurePath) -> CheckpointSummary:
     """Read the manifest of a checkpoint, and nothing else.
 
     Raises:
@@ -88,7 +89,7 @@ class PruningPlan:
     """The checkpoints that a pruning keeps and removes."""
 
     #: The newest checkpoint that is complete, and sound if one is, which stays whatever the rule says.
-    newest: Path
+    newest: PurePath
     #: Descriptions of newer checkpoints, which are damaged or not sound and stay as well.
     damaged: tuple[str, ...]
     unsound: tuple[str, ...]
@@ -97,19 +98,19 @@ class PruningPlan:
     superfluous: tuple[Entry, ...]
 
 
-def plan_pruning(root: Path, rule: Retention) -> PruningPlan:
+def plan_pruning(root: PurePath, rule: Retention) -> PruningPlan:
     """Plan a pruning, after finding the newest complete checkpoint by reading every byte of it.
 
     Raises:
         CheckpointError: there are no checkpoints, or none is complete, so that none may be removed.
     """
 
-    def refuse_damage(folder: Path) -> None:
+    def refuse_damage(folder: PurePath) -> None:
         found = find_damage(folder)
         if found:
             raise CheckpointCorrupt("; ".join(found))
 
-    def refuse_unsound(folder: Path) -> None:
+    def refuse_unsound(folder: PurePath) -> None:
         manifest = read_manifest(folder)
         if not manifest.is_sound:
             raise Unsound(folder, manifest)
@@ -128,6 +129,11 @@ def plan_pruning(root: Path, rule: Retention) -> PruningPlan:
     return PruningPlan(folder, wrong, tuple(search.unsound.values()), kept, tuple(gone))
 
 
-def leftovers(root: Path) -> Iterator[Path]:
+def leftovers(root: PurePath) -> list[PurePath]:
     """List the drafts that a save is writing or a killed save has left; the next save removes the latter."""
-    return (path for path in sorted(root.glob("step-*.tmp-*")) if path.is_dir())
+    return run_folder(root).leftovers()
+
+
+def owner(root: PurePath) -> Owner | None:
+    """Return the owner that holds a run's folder now, as far as can be known, or None."""
+    return run_folder(root).owner_now()

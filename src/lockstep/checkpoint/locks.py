@@ -35,7 +35,7 @@ a reader checks once more that the name still leads to the file that it holds, a
 releases it for a reader that dies.
 
 The manifest is locked and not the folder, because only files can be locked from several hosts over NFS, and because a
-folder's own lock marks a draft that is being written (Note [Commit] in ``save.py``).
+folder's own lock marks a draft that is being written (Note [Commit] in ``disk_folder.py``).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _MAX_RECORD = 64 * 1024
 _RECORD_LIMIT = 2.0
 #: Seconds that an earlier round of the same job has to let go of a folder before it is displaced: a launcher that is
 #: cut off ends its ranks within this time.
-_SUCCESSION = 12.0
+SUCCESSION = 12.0
 #: Seconds after which it is settled which of several jobs took a folder last that took it at the same moment.
 _SETTLING = 0.5
 _COMMAND_LENGTH = 300
@@ -232,6 +232,9 @@ class RunLock:
         self._held = _Held.shared(root)
         self._release = weakref.finalize(self, _Held.let_go, self._held, os.getpid())
 
+    #: Other ranks see by what they find in the folder that it is the same.
+    token = ""
+
     def release(self) -> None:
         """Let another job have the folder; a second call does nothing."""
         self._release()
@@ -325,7 +328,7 @@ def _succeed(path: Path, fd: int) -> None:
 
     It returns when the lock may be tried again.
     """
-    deadline = time.monotonic() + _SUCCESSION
+    deadline = time.monotonic() + SUCCESSION
     while time.monotonic() < deadline:
         if not _is_named(fd, path):
             return

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.checkpoint.blocks import TensorPart, count_blocks
 from lockstep.checkpoint.encoding import DIGEST, digest_of, digest_of_digests, strict_json
 from lockstep.checkpoint.folders import MANIFEST
-from lockstep.errors import CheckpointCorrupt
+from lockstep.checkpoint.stored import Stored
+from lockstep.errors import CheckpointCorrupt, CheckpointError
 
 MODEL = "model.safetensors"
 
@@ -72,11 +73,18 @@ class Manifest:
     #: The ranks whose parameters were seen to differ from rank 0's, which are saved. None: no difference was seen, or a
     #: version without this check wrote it.
     apart: list[int] | None = None
+    #: Where an object store has the bytes; None: they are files.
+    stored: Stored | None = None
 
     @property
     def is_sound(self) -> bool:
         """Whether a run resumes from it by itself: all its values are finite, and those of all ranks."""
         return self.not_finite is None and self.apart is None
+
+    @property
+    def parts(self) -> dict[str, tuple[TensorPart, ...]]:
+        """The parts of each file."""
+        return {name: entry.parts for name, entry in self.files.items()}
 
     def to_json(self) -> bytes:
         """Return the manifest file, with a digest of itself."""
@@ -84,8 +92,9 @@ class Manifest:
             name: {**vars(entry), "parts": [{field: getattr(part, field) for field in _PART} for part in entry.parts]}
             for name, entry in self.files.items()
         }
-        body = {"format": _FORMAT, **vars(self), "files": files}
-        for name in ("round", "hosts", "not_finite", "apart"):
+        stored = None if self.stored is None else self.stored.to_json()
+        body = {"format": _FORMAT, **vars(self), "files": files, "stored": stored}
+        for name in ("round", "hosts", "not_finite", "apart", "stored"):
             if body[name] is None:
                 del body[name]  # other jobs' manifests stay as earlier versions wrote and read them
         return json.dumps({**body, "digest": _digest_of(body)}, sort_keys=True).encode() + b"\n"
@@ -106,11 +115,27 @@ class Manifest:
             if digest != expected:
                 raise ValueError(f"its digest is {expected}, expected {str(digest)[:32]}")
             files = {name: _entry(name, entry) for name, entry in body.pop("files").items()}
+            places = body.pop("stored", None)
             manifest = cls(**body, files=files)
             _refuse_nonsense(manifest)
+            if places is not None:
+                stored = Stored.from_json(places, files=manifest.parts, world_size=manifest.world_size)
+                manifest = replace(manifest, stored=stored)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointCorrupt(f"{where}: not a valid manifest: {error}") from None
         return manifest
+
+
+def manifest_bytes(manifest: Manifest, *, where: str) -> bytes:
+    """Return the manifest file that is to be written.
+
+    Raises:
+        CheckpointError: it is so large that nobody would read it.
+    """
+    content = manifest.to_json()
+    if len(content) > MAX_BYTES:
+        raise CheckpointError(f"{where}: the manifest would have {len(content)} bytes, at most {MAX_BYTES} fit")
+    return content
 
 
 def _refuse_nonsense(manifest: Manifest) -> None:

@@ -15,7 +15,7 @@ import torch
 from lockstep import accelerator
 from lockstep.checkpoint.blocks import BLOCK, TensorPart, cut, divide
 from lockstep.checkpoint.chunks import Chunks
-from lockstep.checkpoint.encoding import encode
+from lockstep.checkpoint.encoding import PIECE, encode, new_digest
 from lockstep.checkpoint.finite import NOTHING_MEANT, Bound, Meant
 from lockstep.checkpoint.manifest import MODEL, FileEntry
 from lockstep.checkpoint.safetensors import TensorFile, lay_out
@@ -211,6 +211,18 @@ class Written(NamedTuple):
     digests: list[str]
     #: The indices of the blocks that are not within their bounds.
     beyond: list[int]
+
+    def pieces(self, block: Block) -> Iterator[tuple[int, memoryview]]:
+        """Yield a block's content in pieces, each after its position in the file, and record the block at its end."""
+        digest, bound = new_digest(), block.bound
+        for start in range(0, len(block.content), PIECE):
+            piece = block.content[start : start + PIECE]
+            digest.update(piece)
+            if bound is not None and not bound.holds(piece):
+                self.beyond.append(len(self.digests))
+                bound = None
+            yield block.start + start, piece
+        self.digests.append(digest.hexdigest())
 
 
 @dataclass(frozen=True)

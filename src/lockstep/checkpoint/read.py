@@ -15,17 +15,19 @@ import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from lockstep.checkpoint import finite, folders
 from lockstep.checkpoint.blocks import BLOCK, TensorPart, cut
+from lockstep.checkpoint.disk_folder import OpenDiskFile
 from lockstep.checkpoint.encoding import PIECE, decode, new_digest, strict_json
 from lockstep.checkpoint.folders import MANIFEST
-from lockstep.checkpoint.locks import CheckpointGone, reading
+from lockstep.checkpoint.locks import CheckpointGone
 from lockstep.checkpoint.manifest import MAX_BYTES, MODEL, FileEntry, Manifest
+from lockstep.checkpoint.run_folder import OpenCheckpoint, OpenFile, run_folder
 from lockstep.checkpoint.safetensors import LENGTH, Header, TensorSpan, header_length, parse_header
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.errors import CheckpointCorrupt, CheckpointError
@@ -34,7 +36,7 @@ from lockstep.text import which_ranks
 Result = TypeVar("Result")
 
 #: Folder of a checkpoint -> what is wrong with it, newest first.
-Damage = dict[Path, str]
+Damage = dict[PurePath, str]
 
 _DISAGREE = "its header and the manifest do not agree"
 #: Failures of this process, not of the checkpoint: skipping it for an older one would be wrong.
@@ -48,13 +50,13 @@ class Search(Generic[Result]):
     """The result of a search among a run's checkpoints."""
 
     #: The newest checkpoint that can be taken, and what was read of it; None: there is none.
-    found: tuple[Path, Result] | None
+    found: tuple[PurePath, Result] | None
     #: The damaged checkpoints that are newer than ``found``; all damaged ones if that is None.
     damaged: Damage
     #: Likewise, the checkpoints that were passed over because they are not sound.
     unsound: Damage
 
-    def nothing(self, root: Path, *, remedy: str) -> CheckpointError | None:
+    def nothing(self, root: PurePath, *, remedy: str) -> CheckpointError | None:
         """Return the error that none of a run's checkpoints can be taken; None if it has no checkpoints.
 
         Args:
@@ -74,12 +76,12 @@ class Unsound(CheckpointError):
 
     code = "checkpoint-unsound"
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: PurePath, manifest: Manifest) -> None:
         super().__init__(why_unsound(folder, manifest))
         self.manifest = manifest
 
 
-def why_unsound(folder: Path, manifest: Manifest) -> str:
+def why_unsound(folder: PurePath, manifest: Manifest) -> str:
     """Return which values of a checkpoint are not finite and which ranks differed, in words; empty if it is sound."""
     words = []
     if manifest.not_finite is not None:
@@ -93,7 +95,7 @@ def why_unsound(folder: Path, manifest: Manifest) -> str:
 class Contents:
     """A verified checkpoint, in memory."""
 
-    folder: Path
+    folder: PurePath
     manifest: Manifest
     #: The model's state dict.
     model: dict[str, Any]
@@ -102,7 +104,7 @@ class Contents:
 
 
 def read(
-    folder: Path, *, owners: Sequence[int] | None = None, only_sound: bool = False, on: Storage = POSIX
+    folder: PurePath, *, owners: Sequence[int] | None = None, only_sound: bool = False, on: Storage = POSIX
 ) -> Contents:
     """Read a complete checkpoint, verifying every byte.
 
@@ -128,40 +130,40 @@ def read(
         return Contents(folder, reader.manifest, reader.model(), parts)
 
 
-def read_model(folder: Path, *, only_sound: bool = False, on: Storage = POSIX) -> dict[str, Any]:
+def read_model(folder: PurePath, *, only_sound: bool = False, on: Storage = POSIX) -> dict[str, Any]:
     """Read and verify the model alone.
 
     Raises:
         CheckpointCorrupt, Unsound: as :func:`read`.
     """
-    with _opened(folder.resolve(), None, on) as reader:
+    with _opened(_resolved(folder), None, on) as reader:
         if only_sound:
             reader.refuse_unsound()
         return reader.model()
 
 
-def read_manifest(folder: Path, *, on: Storage = POSIX) -> Manifest:
+def read_manifest(folder: PurePath, *, on: Storage = POSIX) -> Manifest:
     """Read the manifest of a checkpoint; nothing else is verified.
 
     Raises:
         CheckpointCorrupt: there is no valid manifest.
     """
-    with _opened(folder.resolve(), None, on) as reader:
+    with _opened(_resolved(folder), None, on) as reader:
         return reader.manifest
 
 
-def read_header(folder: Path, *, on: Storage = POSIX) -> tuple[TensorSpan, ...]:
+def read_header(folder: PurePath, *, on: Storage = POSIX) -> tuple[TensorSpan, ...]:
     """Read and verify the header of a checkpoint's model: its tensors in the order of their bytes, complex ones as the
     pairs of reals that they are saved as.
 
     Raises:
         CheckpointCorrupt: the manifest or the header is damaged.
     """
-    with _opened(folder.resolve(), None, on) as reader:
+    with _opened(_resolved(folder), None, on) as reader:
         return reader.header()
 
 
-def find_damage(folder: Path, *, on: Storage = POSIX) -> list[str]:
+def find_damage(folder: PurePath, *, on: Storage = POSIX) -> list[str]:
     """Read every byte of a checkpoint; return a line for each damaged file or tensor, none if it is complete.
 
     Raises:
@@ -183,7 +185,7 @@ def read_tensors(path: Path, *, on: Storage = POSIX) -> dict[str, torch.Tensor]:
     """
     folder = on.open_folder(path.resolve().parent)
     try:
-        file = _File(path, on.open(folder, path.resolve().name), None, on)
+        file = _File(path, OpenDiskFile(on.open(folder, path.resolve().name), on), None)
     finally:
         on.close(folder)
     try:
@@ -193,7 +195,7 @@ def read_tensors(path: Path, *, on: Storage = POSIX) -> dict[str, torch.Tensor]:
 
 
 def newest_complete(
-    listing: Callable[[], Sequence[Path]], read: Callable[[Path], Result], *, strict: bool = False
+    listing: Callable[[], Sequence[PurePath]], read: Callable[[PurePath], Result], *, strict: bool = False
 ) -> Search[Result]:
     """Find the newest checkpoint that can be read; skip the damaged ones, and those that ``read`` finds unsound.
 
@@ -215,7 +217,7 @@ def newest_complete(
     return _first_complete(listing(), read, strict)
 
 
-def _first_complete(listed: Sequence[Path], read: Callable[[Path], Result], strict: bool) -> Search[Result]:
+def _first_complete(listed: Sequence[PurePath], read: Callable[[PurePath], Result], strict: bool) -> Search[Result]:
     damaged: Damage = {}
     unsound: Damage = {}
     for folder in listed:
@@ -231,18 +233,23 @@ def _first_complete(listed: Sequence[Path], read: Callable[[Path], Result], stri
 
 
 @contextmanager
-def _opened(folder: Path, owners: Sequence[int] | None, on: Storage) -> Iterator[_Reader]:
-    with reading(folder):
+def _opened(folder: PurePath, owners: Sequence[int] | None, on: Storage) -> Iterator[_Reader]:
+    root = run_folder(folder.parent, on)
+    with root.holding(folder.name):
         with _failing_is_damage(folder, "can't be opened ({})"):
-            opened = on.open_folder(folder)
+            opened = root.open(folder.name)
         try:
-            yield _Reader(folder, opened, owners, on)
+            yield _Reader(folder, opened, owners)
         finally:
-            on.close(opened)
+            opened.close()
+
+
+def _resolved(folder: PurePath) -> PurePath:
+    return run_folder(folder).resolved().path
 
 
 @contextmanager
-def _failing_is_damage(path: Path, words: str) -> Iterator[None]:
+def _failing_is_damage(path: PurePath, words: str) -> Iterator[None]:
     """Report a failing operation as damage, in ``words``, unless the failure says nothing of the checkpoint."""
     try:
         yield
@@ -255,13 +262,16 @@ def _failing_is_damage(path: Path, words: str) -> Iterator[None]:
 class _Reader:
     """An open checkpoint."""
 
-    def __init__(self, folder: Path, opened: int, owners: Sequence[int] | None, on: Storage) -> None:
-        self._path, self._folder, self._owners, self._on = folder, opened, owners, on
-        self._refuse_foreign(opened, folder)
+    def __init__(self, path: PurePath, folder: OpenCheckpoint, owners: Sequence[int] | None) -> None:
+        self._path, self._folder, self._owners = path, folder, owners
+        #: None while it is read itself.
+        self._manifest: Manifest | None = None
+        self._refuse_foreign(folder.owner, path)
         with self._file(MANIFEST, None) as file:
             if file.size > MAX_BYTES:
                 raise CheckpointCorrupt(f"{file.path}: larger than {MAX_BYTES} bytes, so it is not a manifest")
             self.manifest = Manifest.from_json(bytes(file.content(0, file.size)), where=str(file.path))
+        self._manifest = self.manifest
 
     def refuse_other_step(self) -> None:
         """Refuse a folder that was renamed: its name would promise another step than it holds."""
@@ -274,9 +284,8 @@ class _Reader:
         if not self.manifest.is_sound:
             raise Unsound(self._path, self.manifest)
 
-    def _refuse_foreign(self, opened: int, path: Path) -> None:
-        owner = self._on.owner(opened)
-        if self._owners is not None and owner not in self._owners:
+    def _refuse_foreign(self, owner: int | None, path: PurePath) -> None:
+        if self._owners is not None and owner is not None and owner not in self._owners:
             raise CheckpointCorrupt(
                 f"{path}: belongs to user {owner}, and this job runs as user {self._owners[0]}: if you trust it, "
                 "copy it"
@@ -287,13 +296,13 @@ class _Reader:
         """Open a file of the folder, which must be a plain one: no link, no device, no pipe to wait on."""
         path = self._path / name
         with _failing_is_damage(path, "{}"):
-            opened = self._on.open(self._folder, name)
+            opened = self._folder.file(name, self._manifest)
         try:
             with _failing_is_damage(path, "can't be read ({})"):
-                self._refuse_foreign(opened, path)
-                yield _File(path, opened, entry, self._on)
+                self._refuse_foreign(opened.owner, path)
+                yield _File(path, opened, entry)
         finally:
-            self._on.close(opened)
+            opened.close()
 
     def model(self) -> dict[str, Any]:
         """Read the model's state dict."""
@@ -347,9 +356,9 @@ class _File:
         CheckpointCorrupt: its size is not the entry's.
     """
 
-    def __init__(self, path: Path, opened: int, entry: FileEntry | None, on: Storage) -> None:
-        self.path, self._opened, self._on = path, opened, on
-        self.size = on.size(opened)
+    def __init__(self, path: PurePath, opened: OpenFile, entry: FileEntry | None) -> None:
+        self.path, self._opened = path, opened
+        self.size = opened.size
         self._parts: dict[str, TensorPart] | None = None
         if entry is not None:
             self._parts = {part.name: part for part in entry.parts}
@@ -359,7 +368,7 @@ class _File:
                 raise CheckpointCorrupt(f"{path}: {self.size} bytes found, {entry.size} expected{where}")
 
     def close(self) -> None:
-        self._on.close(self._opened)
+        self._opened.close()
 
     def content(self, start: int, stop: int, name: str = "") -> memoryview:
         """Read a part; one without a name is the header, or the whole of a file without tensors."""
@@ -389,14 +398,14 @@ class _File:
         try:
             yield
         except (ValueError, RuntimeError) as error:
-            if isinstance(error, CheckpointCorrupt):
+            if isinstance(error, CheckpointError):  # damage that is named already, or a store's failure, which is none
                 raise
             raise CheckpointCorrupt(f"{self.path}: not a valid safetensors file ({error})") from error
 
     def _header(self) -> bytes:
         start = bytearray(LENGTH)
         if self._parts is None:
-            count = self._on.read(self._opened, memoryview(start), 0)
+            count = self._opened.read(memoryview(start), 0)
             return bytes(self.content(0, header_length(bytes(start[:count]), self.size)))
         header = bytes(self.content(0, self._parts[""].stop if "" in self._parts else 0))
         if header_length(header[:LENGTH], self.size) != len(header):
@@ -411,7 +420,7 @@ class _File:
 
     def _fill(self, into: memoryview, start: int, name: str) -> None:
         if self._parts is None:
-            if self._on.read(self._opened, into, start) != len(into):
+            if self._opened.read(into, start) != len(into):
                 raise CheckpointCorrupt(f"{self.path}: the file was truncated while it was read")
             return
         part = self._parts.get(name)
@@ -433,7 +442,7 @@ class _File:
         digest = new_digest()
         for begin in range(0, len(into), PIECE):
             piece = into[begin : begin + PIECE]
-            if self._on.read(self._opened, piece, start + begin) != len(piece):
+            if self._opened.read(piece, start + begin) != len(piece):
                 raise CheckpointCorrupt(f"{self.path}: {_name(part.name)}: the file was truncated while it was read")
             digest.update(piece)
         if digest.hexdigest() != expected:

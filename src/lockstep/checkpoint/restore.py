@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 
-from lockstep.checkpoint import folders, state
+from lockstep.checkpoint import state
 from lockstep.checkpoint.read import Contents, Search, Unsound, newest_complete, read, why_unsound
+from lockstep.checkpoint.run_folder import run_folder
 from lockstep.checkpoint.state import RunState
 from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.together import together
@@ -22,7 +23,7 @@ class Restored:
     """The checkpoint that training resumes from."""
 
     #: Its folder.
-    folder: Path
+    folder: PurePath
     #: Optimizer steps taken.
     step: int
     #: The epoch to resume in.
@@ -52,7 +53,7 @@ def restored(contents: Contents, search: Search[Contents]) -> Restored:
 
 
 def find(
-    root: Path, run: RunState, world: World, *, owners: Sequence[int], strict: bool, only_sound: bool, on: Storage
+    root: PurePath, run: RunState, world: World, *, owners: Sequence[int], strict: bool, only_sound: bool, on: Storage
 ) -> Search[Contents]:
     """**Collective.** Read the newest complete checkpoint that ``run`` can resume from. Changes nothing.
 
@@ -68,13 +69,13 @@ def find(
     """
 
     def names() -> list[str]:
-        return [folder.name for folder in folders.checkpoints(root, on=on)] if world.is_main else []
+        return [folder.name for folder in run_folder(root, on).checkpoints()] if world.is_main else []
 
-    def listing() -> list[Path]:
+    def listing() -> list[PurePath]:
         _, listings = together(world, names, lambda found: found)
         return [root / name for name in listings[0]]
 
-    def read_and_compare(folder: Path) -> Contents:
+    def read_and_compare(folder: PurePath) -> Contents:
         contents = read(folder, owners=owners, only_sound=only_sound, on=on)
         ranks = contents.manifest.world_size
         state.refuse_malformed_rng(contents.parts.get("rng"), count=ranks, where=str(folder / "rng.json"))
@@ -85,13 +86,13 @@ def find(
         run.refuse_other(contents, world_size=world.world_size)
         return contents
 
-    def read_or_pass(folder: Path) -> Contents | Unsound:
+    def read_or_pass(folder: PurePath) -> Contents | Unsound:
         try:
             return read_and_compare(folder)
         except Unsound as passed:  # the manifest decides that, and is compared between the ranks below
             return passed
 
-    def read_together(folder: Path) -> Contents:
+    def read_together(folder: PurePath) -> Contents:
         contents, manifests = together(
             world, lambda: read_or_pass(folder), lambda found: found.manifest.to_json().decode()
         )

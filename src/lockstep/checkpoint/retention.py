@@ -9,17 +9,17 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 from typing import Literal
 
 from lockstep import callsite
 from lockstep.checkpoint import folders
-from lockstep.checkpoint.folders import MANIFEST
-from lockstep.checkpoint.locks import CheckpointGone, taken
+from lockstep.checkpoint.locks import CheckpointGone
 from lockstep.checkpoint.read import read_manifest
+from lockstep.checkpoint.run_folder import run_folder
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import describe
-from lockstep.errors import CheckpointCorrupt
+from lockstep.errors import CheckpointCorrupt, CheckpointError
 
 
 @dataclass(frozen=True)
@@ -160,15 +160,15 @@ def _oldest_of_the_last(candidates: list[Entry], rule: Retention) -> float:
 class Pruned:
     """The outcome of a pruning: what became of each superfluous checkpoint."""
 
-    removed: tuple[Path, ...] = ()
+    removed: tuple[PurePath, ...] = ()
     #: Checkpoints that a process is reading; the next pruning finds them again.
-    being_read: tuple[Path, ...] = ()
+    being_read: tuple[PurePath, ...] = ()
     #: Checkpoints that can't be removed, and why.
-    failed: tuple[tuple[Path, str], ...] = ()
+    failed: tuple[tuple[PurePath, str], ...] = ()
 
 
 def entries(
-    root: Path,
+    root: PurePath,
     *,
     good: Collection[str] = (),
     damaged: Collection[str] = (),
@@ -185,7 +185,8 @@ def entries(
         on: the file system.
     """
     found = []
-    listed = folders.checkpoints(root, on=on)
+    run = run_folder(root, on)
+    listed = run.checkpoints()
     saves = Counter(map(folders.step_of, listed))
     newest = max((folders.age(folder) for folder in listed if folder.name in good), default=(-1, 0))
     seen: set[int] = set()  # steps of the sound checkpoints that the rule chooses among
@@ -197,7 +198,7 @@ def entries(
             if enough is None or len(seen) < enough or saves[step] > 1:  # to decide which save of a step counts
                 manifest = read_manifest(folder, on=on)
                 metric, sound = manifest.metric, manifest.is_sound
-            elif not (folder / MANIFEST).is_file():
+            elif not run.has_manifest(folder.name):
                 known = False
         except CheckpointCorrupt:
             known = False
@@ -209,26 +210,26 @@ def entries(
     return found
 
 
-def remove(root: Path, superfluous_ones: Collection[Entry], *, on: Storage = POSIX) -> Pruned:
+def remove(root: PurePath, superfluous_ones: Collection[Entry], *, on: Storage = POSIX) -> Pruned:
     """Remove checkpoints, except those that are being read. See Note [Readers and pruning]."""
-    removed: list[Path] = []
-    being_read: list[Path] = []
-    failed: list[tuple[Path, str]] = []
+    run = run_folder(root, on)
+    removed: list[PurePath] = []
+    being_read: list[PurePath] = []
+    failed: list[tuple[PurePath, str]] = []
     for entry in superfluous_ones:
         folder = root / entry.name
         try:
-            with taken(folder) as free:
-                if free:
-                    folders.remove(folder, on=on)
-            (removed if free else being_read).append(folder)
+            (removed if run.remove(entry.name) else being_read).append(folder)
         except FileNotFoundError:
             continue  # another process has removed it
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             failed.append((folder, describe(error)))
     return Pruned(tuple(removed), tuple(being_read), tuple(failed))
 
 
-def prune(root: Path, newest: Path, rule: Retention, *, damaged: Collection[str] = (), on: Storage = POSIX) -> None:
+def prune(
+    root: PurePath, newest: PurePath, rule: Retention, *, damaged: Collection[str] = (), on: Storage = POSIX
+) -> None:
     """**Rank 0.** Remove what the checkpoint ``newest``, just written, makes superfluous under the rule.
 
     Checkpoints of later steps are left alone, and so are those that a process is reading. A failure is a warning: the
@@ -239,7 +240,7 @@ def prune(root: Path, newest: Path, rule: Retention, *, damaged: Collection[str]
     try:
         there = entries(root, good=(newest.name,), damaged=damaged, enough=enough, on=on)
         gone = remove(root, superfluous(there, rule), on=on)
-    except OSError as error:
+    except (OSError, CheckpointError) as error:
         callsite.warn(f"could not list the old checkpoints in {root}: {describe(error)}", RuntimeWarning)
         return
     for folder, why in gone.failed:

@@ -1,26 +1,12 @@
-"""Save a run as a checkpoint: one folder that all ranks write into, and that is published in one rename.
-
-Note [Commit]
-~~~~~~~~~~~~~
-A checkpoint is written into ``step-N.tmp-<random>``. Rank 0 makes the folder and the files; every rank writes its
-blocks into them (``plan.py`` says which) and fsyncs each file that it wrote to. When all ranks have reported that, the
-manifest is written and fsynced, then the folder is fsynced, renamed to ``step-N``, and the parent is fsynced. Up to
-the rename there is no checkpoint; after it there is a complete one, and after the last fsync it survives a power cut.
-Only then are older ones removed. A checkpoint is never overwritten: a second save at the same step is ``step-N-r2``,
-and the first is removed after it.
-
-Rank 0 locks a draft's folder (``flock``), so that a later save can tell the leftovers of a dead save from the work of a
-living one.
-"""
+"""Save a run as a checkpoint: all ranks agree on it, write it together, and it is complete or absent."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -28,14 +14,15 @@ from torch import nn
 
 from lockstep import callsite, knobs
 from lockstep._torch import ignored_by_ddp
-from lockstep.checkpoint import finite, folders, state
-from lockstep.checkpoint.encoding import PIECE, encode, new_digest
-from lockstep.checkpoint.folders import MANIFEST
-from lockstep.checkpoint.manifest import MAX_BYTES, FileEntry, Manifest
+from lockstep.checkpoint import finite, state
+from lockstep.checkpoint.encoding import encode
+from lockstep.checkpoint.manifest import FileEntry, Manifest
 from lockstep.checkpoint.match import bare, plain_names, under_plain_names
-from lockstep.checkpoint.plan import Block, Outline, StateLayout, WritePlan, Written, plan_writes, text
+from lockstep.checkpoint.plan import Outline, StateLayout, WritePlan, Written, plan_writes, text
+from lockstep.checkpoint.run_folder import DraftCheckpoint, run_folder
 from lockstep.checkpoint.state import Moment, RunState
 from lockstep.checkpoint.storage import POSIX, Storage
+from lockstep.checkpoint.stored import Stored
 from lockstep.checkpoint.together import together
 from lockstep.comm.peers import Peers
 from lockstep.comm.world import World
@@ -150,13 +137,13 @@ def words_on_drift(plan: WritePlan) -> str:
 
 
 def write(
-    root: Path,
+    root: PurePath,
     plan: WritePlan,
     moment: Moment,
     *,
     peers: Peers,
     check: Callable[[], None],
-    tidy: Callable[[Path], None],
+    tidy: Callable[[PurePath], None],
     on: Storage = POSIX,
 ) -> Saved:
     """**Collective.** Write a checkpoint into ``root``, completely or not at all.
@@ -168,26 +155,25 @@ def write(
     Raises:
         CheckpointError: it could not be written; the same error on every rank, and nothing is left of it.
     """
-    draft: Draft | None = None
+    folder = run_folder(root, on)
+    draft: DraftCheckpoint | None = None
 
     def begin() -> str:
         nonlocal draft
         if plan.files is None:
             return ""
-        folders.sweep(root, on=on)
-        draft = Draft(root, moment.step, on=on)
-        for name in plan.files:
-            draft.create(name)
-        return draft.path.name
+        draft = folder.draft(moment.step, plan.files)
+        return draft.token
 
     def finish(written: list[Written]) -> tuple[str, bool]:
-        if draft is None:
+        if draft is None or plan.files is None:
             return "", False
         check()
         entries = plan.entries([own.digests for own in written])
         not_finite = plan.not_finite([own.beyond for own in written])
         apart = list(plan.parameters_apart) or None
-        manifest = _manifest(moment, peers.world_size, entries, not_finite=not_finite, apart=apart)
+        stored = draft.stored(plan.files)
+        manifest = _manifest(moment, peers.world_size, entries, not_finite=not_finite, apart=apart, stored=stored)
         path = draft.commit(manifest)
         tidy(path)
         if not_finite:
@@ -196,9 +182,7 @@ def write(
 
     try:
         _, drafts = together(peers, begin, lambda name: name)
-        _, written = together(
-            peers, lambda: write_blocks(root / str(drafts[0]), plan.contents(), on=on), lambda own: own
-        )
+        _, written = together(peers, lambda: folder.write(str(drafts[0]), peers.rank, plan.contents()), lambda own: own)
         _, told = together(peers, lambda: finish([Written(*own) for own in written]), lambda saved: saved)
     except CheckpointError:  # on every rank: none continues, and reads the folder, before rank 0 has cleaned up
         if draft is not None:
@@ -217,12 +201,12 @@ def write(
 class Saved:
     """A checkpoint that has been written; the same on every rank."""
 
-    folder: Path
+    folder: PurePath
     #: The ``is_sound`` of its manifest.
     is_sound: bool
 
 
-def _words_on_not_finite(path: Path, not_finite: dict[str, list[str]]) -> str:
+def _words_on_not_finite(path: PurePath, not_finite: dict[str, list[str]]) -> str:
     return (
         f"the checkpoint {path.name} holds values that are NaN or infinite, in {finite.in_words(not_finite)}: no "
         f"sound checkpoint in {path.parent} is removed for it, and a run resumes from the newest sound one; stop "
@@ -238,6 +222,7 @@ def _manifest(
     *,
     not_finite: dict[str, list[str]] | None,
     apart: list[int] | None,
+    stored: Stored | None,
 ) -> Manifest:
     return Manifest(
         step=moment.step,
@@ -257,128 +242,5 @@ def _manifest(
         files=dict(sorted(files.items())),
         not_finite=not_finite,
         apart=apart,
+        stored=stored,
     )
-
-
-class Draft:
-    """**Rank 0.** The folder of a checkpoint to be; see Note [Commit].
-
-    Raises:
-        OSError: it can't be made.
-    """
-
-    def __init__(self, root: Path, step: int, *, on: Storage = POSIX) -> None:
-        self._root, self._on = root, on
-        self._committed = False
-        self._name = folders.next_name(root, step, on=on)
-        self.path = root / folders.draft_name(self._name)
-        on.make_folder(self.path)
-        try:
-            self._folder = on.open_folder(self.path)
-        except BaseException:
-            on.remove_folder(self.path)
-            raise
-        try:
-            # Where there are no locks, leftovers can't be told from living drafts, and none is removed.
-            on.lock(self._folder)
-        except BaseException:
-            self.discard()
-            raise
-
-    def create(self, name: str) -> None:
-        """**Rank 0.** Make an empty file for ranks to write into."""
-        with named(self.path / name):
-            self._on.close(self._on.create(self._folder, name))
-
-    def commit(self, manifest: Manifest) -> Path:
-        """**Rank 0.** Publish the draft atomically and return the checkpoint's path."""
-        content = manifest.to_json()
-        if len(content) > MAX_BYTES:
-            raise CheckpointError(f"{self.path}: the manifest would have {len(content)} bytes, at most {MAX_BYTES} fit")
-        self._write_manifest(content)
-        with named(self.path):
-            self._on.sync(self._folder)
-        whole = self._root / self._name
-        self._on.rename(self.path, whole)
-        try:
-            with named(self._root):
-                folders.sync_folder(self._root, on=self._on)
-        except OSError:  # a save that fails leaves no checkpoint; if the rename fails too, it leaves a complete one
-            self._on.rename(whole, self.path)
-            raise
-        self._on.close(self._folder)
-        self._committed = True  # from here on no failure may remove it
-        return whole
-
-    def _write_manifest(self, content: bytes) -> None:
-        with named(self.path / MANIFEST):
-            file = self._on.create(self._folder, MANIFEST)
-            try:
-                self._on.write(file, content, 0)
-                self._on.sync(file)
-            finally:
-                self._on.close(file)
-
-    def discard(self) -> None:
-        """**Rank 0.** Give the draft up, unless it is a checkpoint. What can't be removed is swept by a later save."""
-        if self._committed:
-            return
-        try:
-            folders.remove_tree(self.path, on=self._on)
-        except OSError:
-            pass  # the failure that led here is the one to report, and a draft is not a checkpoint
-        finally:
-            self._on.close(self._folder)
-
-
-def write_blocks(folder: Path, blocks: Iterable[Block], *, on: Storage = POSIX) -> Written:
-    """Write blocks, one file after the other, to the disk itself. Return their digests and which are out of bounds.
-
-    Raises:
-        OSError: it could not be written.
-    """
-    written = Written([], [])
-    with named(folder):
-        opened = on.open_folder(folder)
-    current, file = "", -1
-    try:
-        for name, offset, data, bound in blocks:
-            with named(folder / name):
-                if name != current:
-                    file = _finish(file, on)
-                    file, current = on.open(opened, name, write=True), name
-                digest = new_digest()
-                for start in range(0, len(data), PIECE):
-                    piece = data[start : start + PIECE]
-                    digest.update(piece)
-                    if bound is not None and not bound.holds(piece):
-                        written.beyond.append(len(written.digests))
-                        bound = None
-                    on.write(file, piece, offset + start)
-                written.digests.append(digest.hexdigest())
-        with named(folder / current):
-            file = _finish(file, on)
-    finally:
-        if file >= 0:
-            on.close(file)
-        on.close(opened)
-    return written
-
-
-def _finish(file: int, on: Storage) -> int:
-    """Bring a file to the disk and close it, if one is open; return the descriptor of none, -1."""
-    if file >= 0:
-        on.sync(file)
-        on.close(file)
-    return -1
-
-
-@contextmanager
-def named(path: Path) -> Iterator[None]:
-    """Name the file in an error of an operation on a descriptor, which does not name it by itself."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None:
-            error.filename = str(path)
-        raise

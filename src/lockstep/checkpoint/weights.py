@@ -8,14 +8,14 @@ import pickle
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep import callsite
-from lockstep._files import local_path
+from lockstep._files import StorePath, run_path
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.encoding import strict_json
 from lockstep.checkpoint.folders import MANIFEST
@@ -27,6 +27,7 @@ from lockstep.checkpoint.read import (
     read_tensors,
     why_unsound,
 )
+from lockstep.checkpoint.run_folder import run_folder
 from lockstep.checkpoint.state import refuse_unreplicated
 from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
 from lockstep.text import listed
@@ -46,7 +47,7 @@ class LoadedWeights:
     """The result of :func:`load_weights`: the source, and the names that did not match."""
 
     #: The file or the checkpoint's folder.
-    source: Path
+    source: PurePath
     #: Names that the model has and the source lacks; they keep their values.
     missing: tuple[str, ...]
     #: Names that the source has and the model lacks.
@@ -56,7 +57,7 @@ class LoadedWeights:
 
 
 def load_weights(
-    path: str | Path,
+    path: str | PurePath,
     model: nn.Module,
     *,
     device: torch.device | str | None = None,
@@ -70,8 +71,9 @@ def load_weights(
     ``_orig_mod.``, before or within them) make no difference, neither in the file nor in the model.
 
     Args:
-        path: the folder of a run (its newest complete and sound checkpoint is taken), the folder of one checkpoint, a
-            ``.safetensors`` file, or a file from ``torch.save`` of a state dict, or of a dict that has one under
+        path: the folder of a run (its newest complete and sound checkpoint is taken) or of one checkpoint, also in an
+            object store (``s3://bucket/run``). On a disk also a ``.safetensors`` file, or a file from ``torch.save`` of
+            a state dict, or of a dict that has one under
             ``model_state_dict``, ``state_dict`` or ``model``. Or a folder that Hugging Face's libraries wrote (a
             model's, a snapshot in their cache, one of accelerate's ``save_state``): ``model.safetensors`` goes before
             ``pytorch_model.bin``, either whole or in shards; or the index of the shards
@@ -87,11 +89,11 @@ def load_weights(
         CheckpointCorrupt: a digest does not match, a file is truncated, or an index contradicts its shards.
         CheckpointError: there is nothing to load there, a shard is missing, loading it would need to run code from the
             file (with torch's advice), or the model is sharded or on the meta device.
-        ValueError: the path is a URL.
+        ValueError: the path is a URL of a file, or an address without a bucket.
     """
     target = bare(model)
     _refuse_targets(target)
-    source, state = _find(local_path(path, "path"), key)
+    source, state = _find(run_path(path, "path"), key)
     if prefix:
         state = _under_prefix(state, prefix)
     match = compare(target, state, exact=False)
@@ -137,20 +139,37 @@ def _advice(own: list[str], state: Mapping[str, Any]) -> str:
 # The places of weights: what a path means, and the state dict that is there.
 
 
-def _find(path: Path, key: str | None) -> tuple[Path, Mapping[str, Any]]:
+def _find(path: Path | StorePath, key: str | None) -> tuple[PurePath, Mapping[str, Any]]:
     """Return the file or the checkpoint's folder that a path means, and the state dict in it."""
+    if isinstance(path, StorePath):
+        return _in_store(path, key)
     if path.is_dir():
         return _in_folder(path, key)
     return path, _in_file(path, key)
 
 
-def _in_folder(folder: Path, key: str | None) -> tuple[Path, Mapping[str, Any]]:
+def _in_folder(folder: Path, key: str | None) -> tuple[PurePath, Mapping[str, Any]]:
     is_checkpoint = (folder / MANIFEST).exists()
     if is_checkpoint or folders.checkpoints(folder):
-        _refuse_key(key, folder, "a checkpoint of lockstep's holds one model")
-        return _chosen(folder) if is_checkpoint else _newest(folder)
+        return _in_checkpoints(folder, key, is_checkpoint=is_checkpoint)
     weights = _weights_in(folder)
     return weights, _in_file(weights, key)
+
+
+def _in_store(path: StorePath, key: str | None) -> tuple[PurePath, Mapping[str, Any]]:
+    folder = run_folder(path)
+    is_checkpoint = folder.is_checkpoint()
+    if not is_checkpoint and not folder.checkpoints():
+        raise CheckpointError(
+            f"{path}: no checkpoint there: of a store, the folder of a run or of one of its checkpoints can be loaded; "
+            "copy other files to a disk first"
+        )
+    return _in_checkpoints(path, key, is_checkpoint=is_checkpoint)
+
+
+def _in_checkpoints(folder: PurePath, key: str | None, *, is_checkpoint: bool) -> tuple[PurePath, Mapping[str, Any]]:
+    _refuse_key(key, folder, "a checkpoint of lockstep's holds one model")
+    return _chosen(folder) if is_checkpoint else _newest(folder)
 
 
 def _in_file(path: Path, key: str | None) -> Mapping[str, Any]:
@@ -168,13 +187,13 @@ def _in_file(path: Path, key: str | None) -> Mapping[str, Any]:
     return _state_dict_in(loaded, path) if key is None else _state_dict_under(key, loaded, path)
 
 
-def _refuse_key(key: str | None, path: Path, why: str) -> None:
+def _refuse_key(key: str | None, path: PurePath, why: str) -> None:
     if key is not None:
         raise CheckpointError(f"{path}: key={key!r} has no meaning here: {why}")
 
 
-def _newest(folder: Path) -> tuple[Path, Mapping[str, Any]]:
-    search = newest_complete(lambda: folders.checkpoints(folder), lambda each: read_model(each, only_sound=True))
+def _newest(folder: PurePath) -> tuple[PurePath, Mapping[str, Any]]:
+    search = newest_complete(run_folder(folder).checkpoints, lambda each: read_model(each, only_sound=True))
     if search.found is None:
         gone = CheckpointError(f"{folder}: its checkpoints have just been removed")
         raise search.nothing(folder, remedy="give the path of one of them to load it all the same") or gone
@@ -184,7 +203,7 @@ def _newest(folder: Path) -> tuple[Path, Mapping[str, Any]]:
     return search.found
 
 
-def _chosen(folder: Path) -> tuple[Path, Mapping[str, Any]]:
+def _chosen(folder: PurePath) -> tuple[PurePath, Mapping[str, Any]]:
     words = why_unsound(folder, read_manifest(folder))
     state = read_model(folder)
     if words:

@@ -10,6 +10,8 @@ import click
 from lockstep.cli.checkpoint import checkpoint
 from lockstep.cli.doctor import doctor
 from lockstep.cli.options import Commands
+from lockstep.cli.port import port
+from lockstep.cli.replay import replay
 from lockstep.cli.run import run
 from lockstep.cli.runs import runs
 from lockstep.cli.submit import submit
@@ -37,7 +39,7 @@ _SETTINGS = {
 @click.group(
     "lockstep",
     cls=_Interruptible,
-    commands=[run, runs, checkpoint, verify, doctor, submit],
+    commands=[run, runs, replay, checkpoint, verify, port, doctor, submit],
     context_settings=_SETTINGS,
     epilog='Completion in bash: eval "$(_LOCKSTEP_COMPLETE=bash_source lockstep)" (also zsh_source, fish_source).',
 )

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from lockstep.cli.options import AS_JSON, Commands, LocalPath
+from lockstep.cli.options import AS_JSON, Commands, LocalPath, RunPath
 from lockstep.cli.terminal import errors, open_console, print_json
 from lockstep.text import as_size, counted
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.inspect import CheckpointSummary
 
-_FOLDER = click.argument("folder", type=LocalPath())
+_FOLDER = click.argument("folder", type=RunPath())
 _STEP = click.option(
     "--step", type=click.IntRange(min=0), metavar="N", help="Step of the checkpoint. [default: the newest]"
 )
@@ -26,18 +26,18 @@ _STEP = click.option(
 def checkpoint() -> None:
     """List, show, verify, prune, rewind and export checkpoints.
 
-    FOLDER is the folder that a run gives to lockstep.Checkpointer, or the folder of one checkpoint (step-…).
+    FOLDER is the folder that a run gives to lockstep.Checkpointer, or the folder of one checkpoint (step-…); on a disk
+    or, except for rewind, in an object store (s3://bucket/run).
     """
 
 
 @checkpoint.command(short_help="List checkpoints, newest first.")
 @_FOLDER
 @AS_JSON
-def ls(folder: Path, as_json: bool) -> None:
+def ls(folder: PurePath, as_json: bool) -> None:
     """List the checkpoints of a run, newest first, without reading the tensors."""
     with errors():
         from lockstep.checkpoint import inspect
-        from lockstep.checkpoint.locks import owner_of
 
         found = [inspect.glance(each) for each in inspect.find(folder)]
         if as_json:
@@ -45,7 +45,7 @@ def ls(folder: Path, as_json: bool) -> None:
                 "folder": folder,
                 "checkpoints": [_about(summary) for summary in found],
                 "unfinished": [path.name for path in inspect.leftovers(folder)],
-                "owner": None if (owner := owner_of(folder)) is None else str(owner),
+                "owner": None if (owner := inspect.owner(folder)) is None else str(owner),
             }
             print_json("checkpoint.ls", told)
             return
@@ -65,7 +65,7 @@ def ls(folder: Path, as_json: bool) -> None:
                 console.print(f"not sound: {summary.unsound}", markup=False)
         for path in inspect.leftovers(folder):
             console.print(f"unfinished: {path.name}", markup=False)
-        owner = owner_of(folder)
+        owner = inspect.owner(folder)
         if owner is not None:
             console.print(f"the folder belongs to {owner}", markup=False)
 
@@ -106,7 +106,7 @@ def _row(summary: CheckpointSummary) -> list[str]:
 @_FOLDER
 @_STEP
 @AS_JSON
-def show(folder: Path, step: int | None, as_json: bool) -> None:
+def show(folder: PurePath, step: int | None, as_json: bool) -> None:
     """Show the contents of a checkpoint: the position in training, its files, the tensors of the model."""
     with errors():
         from lockstep.checkpoint import inspect
@@ -166,7 +166,7 @@ def show(folder: Path, step: int | None, as_json: bool) -> None:
 @_FOLDER
 @click.option("--step", type=click.IntRange(min=0), metavar="N", help="Verify only the checkpoint of step N.")
 @AS_JSON
-def verify(folder: Path, step: int | None, as_json: bool) -> None:
+def verify(folder: PurePath, step: int | None, as_json: bool) -> None:
     """Read the checkpoints of a run completely and compare them with their digests.
 
     The exit code is 1 if a checkpoint is damaged. One that is not sound (NaN or infinite values, ranks that differed)
@@ -218,7 +218,7 @@ def verify(folder: Path, step: int | None, as_json: bool) -> None:
 @click.option("--dry-run", is_flag=True, help="Print what would be removed, but remove nothing.")
 @AS_JSON
 def prune(
-    folder: Path, last: int, every: int | None, best: int, mode: Literal["min", "max"], dry_run: bool, as_json: bool
+    folder: PurePath, last: int, every: int | None, best: int, mode: Literal["min", "max"], dry_run: bool, as_json: bool
 ) -> None:
     """Remove all checkpoints of a run except those that an option keeps.
 
@@ -264,7 +264,7 @@ def prune(
 
 
 @checkpoint.command(short_help="Go back to an earlier checkpoint.")
-@_FOLDER
+@click.argument("folder", type=LocalPath())
 @click.option(
     "--to", "step", type=click.IntRange(min=0), required=True, metavar="STEP", help="The step to resume from."
 )
@@ -334,7 +334,7 @@ def rewind(folder: Path, step: int, dry_run: bool, as_json: bool) -> None:
 )
 @click.option("--force", is_flag=True, help="Overwrite OUTPUT if it exists.")
 def export(
-    folder: Path,
+    folder: PurePath,
     output: Path,
     step: int | None,
     format_: str | None,

@@ -70,6 +70,20 @@ class LocalPath(click.Path):
         return super().convert(value, param, ctx)
 
 
+class RunPath(LocalPath):
+    """The path of a run's checkpoints: on this machine's file systems, or an address in an object store."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path as pathlib's, or the address."""
+        from lockstep._files import NoLocalPath, StorePath, run_path
+
+        try:
+            path = run_path(value, "the path" if param is None else param.opts[0])
+        except NoLocalPath as error:
+            raise click.UsageError(str(error), ctx) from None
+        return path if isinstance(path, StorePath) else super().convert(value, param, ctx)
+
+
 def takes_run(command: _Command, told: str = _RUN) -> _Command:
     """Add the argument RUN, and to the command's help what it is."""
     command.__doc__ = f"{inspect.cleandoc(command.__doc__ or '')}\n\n{told}"

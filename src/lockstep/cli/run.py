@@ -93,6 +93,7 @@ from lockstep.text import NEXT
     metavar="STEPS[:FROM]",
     help="Record a trace of STEPS steps after the first FROM (default 10), to open in ui.perfetto.dev.",
 )
+@click.option("--pdb", is_flag=True, help="Hold the first rank that fails in its frame, in Python's debugger.")
 @click.option("--flops", is_flag=True, help="Count the FLOPs of one step, and say how many a second that makes.")
 @click.option(
     "--peak-flops",
@@ -108,6 +109,19 @@ from lockstep.text import NEXT
     metavar="TIME",
     help="Time, such as 11h30m, by which the ranks have saved and the job ends with code 75: --grace before it is over "
     "they are asked to, as by SIGTERM.",
+)
+@click.option(
+    "--on-hang",
+    metavar="report|dump|restart[:SECONDS]",
+    help="What to do about a rank that holds up the others. dump: also keep the report and all stacks with the run's "
+    "logs; restart: also start all ranks again, as --max-restarts allows, once the report has stood for SECONDS "
+    "(default 60). [default: report]",
+)
+@click.option(
+    "--notify",
+    metavar="COMMAND",
+    help="Command for a shell that is run when ranks hang or move on, when all start again, and when the job fails or "
+    "ends. What happened is JSON on its standard input.",
 )
 @max_restarts("0")
 @takes_program
@@ -131,10 +145,13 @@ def run(
     price: float | None,
     quiet: bool,
     trace: str | None,
+    pdb: bool,
     flops: bool,
     peak_flops: float | None,
     grace: float,
     max_time: float | None,
+    on_hang: str | None,
+    notify: str | None,
     max_restarts: int | None,
     is_module: bool,
     program: str,
@@ -145,6 +162,8 @@ def run(
     Arguments after PROGRAM are passed to it unchanged. Rank 0 has the terminal; every other rank writes to a log. If a
     rank fails, it is named, the others are stopped, and its exit code is returned. With --max-restarts all ranks are
     restarted, and a Checkpointer resumes from its newest complete checkpoint.
+
+    breakpoint() stops any rank, in the terminal; the others wait.
 
     On SIGTERM, Ctrl-C or when the terminal closes, a training with a Checkpointer finishes its step, saves and exits
     with code 75; run the same command again to resume. A second signal stops it at once. On SIGUSR1 it saves and
@@ -162,8 +181,10 @@ def run(
     try:
         if hosts is not None:
             sys.exit(_run_on_hosts(hosts, given))
+        from lockstep.debugger.lender import find_terminal
         from lockstep.launch import report
         from lockstep.launch.binding import Bind
+        from lockstep.launch.on_hang import OnHang
         from lockstep.launch.run import run as run_job  # refuses other systems than Linux
         from lockstep.launch.spec import JobSpec, NodeOptions, Output, Program, node_place, parse_ranks
 
@@ -197,11 +218,18 @@ def run(
             peak_flops=knobs.peak_flops() if peak_flops is None else peak_flops,
             grace=grace,
             max_time=max_time,
+            notify=notify,
+            on_hang=OnHang() if on_hang is None else OnHang.parse(on_hang),
             max_restarts=(place.restarts or 0) if max_restarts is None else max_restarts,
             rendezvous=None if place.rendezvous is None else replace(place.rendezvous, ranks=nproc),
             regroup_after=regroup_after,
             one_terminal=hosted,
+            hold=pdb,
         )
+        if pdb and find_terminal() is None:
+            raise ValueError(
+                "--pdb: standard input is not a terminal, so nobody could use the debugger (ssh -t has one)"
+            )
         if not (ranks or place.ranks or hosted or spec.quiet):
             report.say(report.ranks_by_default(nproc, cores=cores, gpus=gpus))
         sys.exit(run_job(spec))
@@ -228,6 +256,8 @@ _EVERYWHERE = (
     "peak_flops",
     "grace",
     "max_time",
+    "on_hang",
+    "notify",
     "max_restarts",
 )
 
@@ -246,6 +276,8 @@ def _run_on_hosts(hosts: str, given: dict[str, Any]) -> int:
     if given["trace"] is not None:
         _parse_trace(given["trace"])
     refuse_with_hosts(hosts, {_option(name): given[name] for name in _ELSEWHERE})
+    if given["pdb"]:
+        raise ValueError(f"--pdb with --hosts={hosts}: the hosts have no terminal; start the job on one of them")
     words = [f"{_option(name)}={given[name]}" for name in _EVERYWHERE if given[name] is not None]
     if not given["is_module"] and is_read_once(given["program"]):
         raise ValueError(

@@ -280,6 +280,82 @@ def compare(a: str, b: str, fail_over: str | None, as_json: bool) -> None:
         sys.exit(1)
 
 
+@runs.command(short_help="Find where two runs part.")
+@click.argument("a")
+@click.argument("b")
+@AS_JSON
+def bisect(a: str, b: str, as_json: bool) -> None:
+    """Find the first step after which two runs differ, and whether they had other samples before.
+
+    Every now and then a run records digests of its parameters and its optimizers' state, at steps that all runs have in
+    common. A and B are names of runs, their numbers in the list that lockstep runs prints, or their folders.
+
+    The exit code is 0 if the runs are equal in all steps that both have digests of, and 1 if they part.
+    """
+    from lockstep.tools.again import bisect as bisecting
+
+    with errors():
+        found = bisecting.bisect(*map(_chosen, (a, b)))
+    if as_json:
+        print_json("runs.bisect", found.to_json())
+    else:
+        click.echo(found.describe())
+    sys.exit(0 if found.kind is bisecting.Parting.NOTHING else 1)
+
+
+@runs.command(short_help="Show the samples of a step.")
+@takes_run
+@click.option("--step", type=int, metavar="N", help="Number of the step, from 1, as in logs and names of checkpoints.")
+@click.option("--epoch", type=int, metavar="N", help="With --batch, in place of --step: the epoch, from 0.")
+@click.option("--batch", type=int, metavar="N", help="With --epoch: the global batch in its epoch, from 0.")
+@click.option(
+    "--loader", type=int, metavar="N", help="With --batch: the loader, by the order in which they are sharded."
+)
+@click.option("--rank", type=int, metavar="N", help="Show only the part of this rank.")
+@click.option(
+    "--show", is_flag=True, help="Run the program up to its loader, and show what its dataset gives for each sample."
+)
+@AS_JSON
+def batch(
+    run: str | None,
+    step: int | None,
+    epoch: int | None,
+    batch: int | None,
+    loader: int | None,
+    rank: int | None,
+    show: bool,
+    as_json: bool,
+) -> None:
+    """Show which samples a step of a run had: their indices, by rank and slice.
+
+    They follow from the seed, the epoch and the position of the batch, so nothing of a step is recorded. An order that
+    a sampler of the program's has drawn, batches of a batch sampler and costs are asked of the program, by --show: it
+    is run again, in one process and in the folder in which it was started, and ended as soon as its loader is made.
+    """
+    from lockstep.tools.again import program, samples
+
+    with errors(ValueError):
+        if (step is None) == (batch is None) or (epoch is None) != (batch is None):
+            raise ValueError("name a step (--step 340), or a batch of an epoch (--epoch 2 --batch 17)")
+        if loader is not None and batch is None:
+            raise ValueError("--loader goes with --epoch and --batch: a step's loaders are in the record")
+        found = _chosen(run)
+        if step is not None:
+            asked = samples.ask_step(found, step, rank=rank)
+        else:
+            asked = samples.ask_batch(found, epoch or 0, batch or 0, loader=loader, rank=rank)
+        told = (
+            [samples.RecordedBatch.from_json(each) for each in program.ask(found, asked.request())["batches"]]
+            if show
+            else [each for wanted in asked.wanted for each in samples.compute(wanted)]
+        )
+        answer = asked.answered(told)
+    if as_json:
+        print_json("runs.batch", answer.to_json())
+    else:
+        click.echo(answer.describe())
+
+
 @runs.command(short_help="Write an HTML report of a run.")
 @takes_run
 @click.option(

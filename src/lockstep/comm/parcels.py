@@ -169,7 +169,7 @@ class _Packing:
             return {"is": "complex", "parts": [node.real, node.imag]}
         if kind in (list, tuple):
             return {"is": kind.__name__, "of": self._describe_all(node, path)}
-        if kind in (dict, OrderedDict):
+        if kind is dict or (kind is OrderedDict and not vars(node)):  # (a state_dict has attributes)
             return {"is": kind.__name__, **self._describe_items(node, path)}
         return self._describe_object(node, path)
 

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
-from lockstep.trees import leaves
+from lockstep.trees import dense_parts, leaves
 
 #: The most elements of a sequence that are compared.
 _LOOKED_AT = 64
@@ -43,6 +43,8 @@ _ROWS = 16
 #: The greatest depth of nested datasets that are compared.
 _DEEPEST = 6
 _PLAIN = (str, bytes, int, float, bool, np.generic)
+#: The layouts of tensors that dense_parts knows besides the dense one.
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 #: Types of table elements that are compared by their ``str()``.
 _WORDED = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)
 
@@ -161,18 +163,97 @@ def _rows_of(dataset: Any) -> str:
 
 
 def fingerprint(tree: Any) -> str:
-    """Return a digest of the contents of ``tree``: equal contents have equal fingerprints on every rank."""
-    digest = hashlib.blake2b(digest_size=16)
+    """Return a digest of the contents of ``tree``: equal contents have equal fingerprints on every rank.
 
-    for leaf in leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            if leaf.numel() and leaf.layout == torch.strided:
-                digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcSU":
-            digest.update(f"{leaf.dtype.str}{leaf.shape}".encode() + leaf.tobytes())
-        elif isinstance(leaf, (bytes, str, int, float, complex, np.generic, type(None))):
-            digest.update(repr(leaf).encode())
+    What is neither data nor a container is told by its pixels or elements if it gives itself as an array (images), and
+    else by its attributes. Empty: nothing at all is known of the contents, as of objects that have neither.
+    """
+    telling = _Telling()
+    telling.add(tree)
+    return telling.digest()
+
+
+class _Telling:
+    """Takes trees apart for their digest."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+        #: Whether anything was known of the contents.
+        self._knows = False
+        #: The objects whose attributes are looked at, from the outermost.
+        self._within: list[object] = []
+
+    def digest(self) -> str:
+        """Return the digest of all that was added; empty if nothing is known of it."""
+        return self._hash.hexdigest() if self._knows else ""
+
+    def add(self, tree: Any) -> None:
+        """Add the leaves of a tree."""
+        for leaf in leaves(tree):
+            if isinstance(leaf, torch.Tensor):
+                self._add_tensor(leaf)
+            elif isinstance(leaf, np.ndarray):
+                self._add_array(leaf)
+            elif isinstance(leaf, (bytes, str, int, float, complex, np.generic, type(None), range)):
+                self._tell(repr(leaf).encode())
+            elif isinstance(leaf, os.PathLike):  # (the folder is another on another machine)
+                self._tell(repr(_comparable(leaf)).encode())
+            elif isinstance(leaf, _WORDED):
+                self._tell(f"{type(leaf).__qualname__} {leaf}".encode())
+            elif isinstance(leaf, (set, frozenset)):  # in no order that ranks share
+                self._tell(repr(sorted(map(fingerprint, leaf))).encode())
+            else:
+                self._add_object(leaf)
+
+    def _tell(self, *known: Any) -> None:
+        self._knows = True
+        for each in known:
+            self._hash.update(each)
+
+    def _add_tensor(self, tensor: torch.Tensor) -> None:
+        self._tell(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        if tensor.is_meta or tensor.is_quantized or not (tensor.layout == torch.strided or tensor.layout in _SPARSE):
+            return
+        for part in dense_parts(tensor):
+            if part.numel():
+                self._hash.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def _add_array(self, array: np.ndarray[Any, Any]) -> None:
+        if array.dtype.hasobject:
+            self.add([array.shape, array.tolist()])
         else:
-            digest.update(type(leaf).__qualname__.encode())  # an address in a repr would differ from rank to rank
-    return digest.hexdigest()
+            self._tell(f"{array.dtype.str}{array.shape}".encode(), array.tobytes())
+
+    def _add_object(self, thing: Any) -> None:
+        self._hash.update(type(thing).__qualname__.encode())  # an address in a repr would differ from rank to rank
+        if callable(thing) or isinstance(thing, Dataset):  # code, or a whole dataset that a sample refers to
+            return
+        elements = _elements_of(thing)
+        if elements is not None:
+            self._add_array(elements)
+            return
+        if len(self._within) == _DEEPEST or any(each is thing for each in self._within):
+            return
+        self._within.append(thing)
+        for name, value in _attributes_of(thing):
+            self._hash.update(name.encode())
+            self.add(value)
+        self._within.pop()
+
+
+def _elements_of(thing: Any) -> np.ndarray[Any, Any] | None:
+    """Return the elements of what gives itself as an array; None: it does not, or it can't."""
+    try:
+        if not hasattr(thing, "__array_interface__") and not hasattr(thing, "__array__"):
+            return None
+        elements = np.asarray(thing)
+        return None if elements.dtype.hasobject else elements
+    except Exception:  # noqa: BLE001  (a damaged image, say: it is for who uses the sample to say so)
+        return None
+
+
+def _attributes_of(thing: Any) -> list[tuple[str, Any]]:
+    slots = [vars(each).get("__slots__", ()) for each in type(thing).__mro__]
+    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+    found = {name: getattr(thing, name) for name in names if hasattr(thing, name)}
+    return [*(found | getattr(thing, "__dict__", {})).items()]

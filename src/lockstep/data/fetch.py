@@ -169,17 +169,24 @@ class FetchingDataset(Dataset[Fetched]):
         seed = mix(key.epoch_key, key.position, COLLATE) if seeds_collate else None
         if self.at_work is not None:
             self.at_work.note(key.indices[0])
+        return collated(self._given(key), self._collate, empty=key.samples == 0, seed=seed)
+
+    def samples(self, key: SliceKey) -> list[Any]:
+        """Return the samples of a slice as the dataset gives them, with the random numbers that they have in training,
+        and not collated."""
+        with own_generators(self._seeds is not None):
+            return self._given(key)
+
+    def _given(self, key: SliceKey) -> list[Any]:
         indices = key.indices
         if self._seeds is None:
-            samples = self._samples(indices)
-        else:
-            samples = self._seeds.fetch(
-                key.epoch_key,
-                key.positions,
-                lambda place: self._sample(indices[place]),
-                lambda places: self._samples(indices[places.start : places.stop]),
-            )
-        return collated(samples, self._collate, empty=key.samples == 0, seed=seed)
+            return self._samples(indices)
+        return self._seeds.fetch(
+            key.epoch_key,
+            key.positions,
+            lambda place: self._sample(indices[place]),
+            lambda places: self._samples(indices[places.start : places.stop]),
+        )
 
     def _samples(self, indices: list[int]) -> list[Any]:
         dataset = self.dataset

@@ -94,7 +94,11 @@ class _OfNumpy:
         self._words: memoryview | None = None
 
     def seed(self, number: int) -> None:
-        self._random.seed(number >> 32)
+        bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]  # (not in NumPy's stubs)
+        if type(bits) is np.random.MT19937:
+            self._random.seed(number >> 32)
+        else:  # NumPy seeds no other by itself
+            self._random.set_state(type(bits)(number).state)
 
     def state(self) -> Any:
         words = self._found()

@@ -40,6 +40,7 @@ from lockstep.data.inner import inner_loader, naming_dead_workers
 from lockstep.data.last_pass import LastPass
 from lockstep.data.mixing import mix
 from lockstep.data.order import batch_count, share_bounds
+from lockstep.data.pass_notes import PassNotes
 from lockstep.data.seeding import preserved_generators
 from lockstep.data.slicing import SliceOptions, Slices, sizes_in
 from lockstep.data.source import REMEDIES, Shardable, read_source
@@ -104,7 +105,8 @@ def shard(
             the same at every world size and after a resume: Note [Sample seeds] in ``data/seeding.py``. Only the
             generators that samples draw from are seeded; a sample that draws for the first time, and those of its
             batch, are fetched twice. A dataset that can fetch a whole batch at once (``__getitems__``) is asked sample
-            by sample once it draws.
+            by sample once it draws. Of a stream nothing is fetched twice, and without seeds
+            it is seeded where a pass begins.
         to_device: on a CUDA rank, pin the memory and copy each batch to ``world.device`` while the one before it is in
             use. On a CPU rank batches are handed over as they are.
         slices: cut every global batch into this many slices at any world size; a rank goes through several, one after
@@ -237,6 +239,7 @@ class ShardedLoader:
         self._source = source
         self._world = world
         self._number = world._in_hand.number_loader()
+        self._notes = PassNotes(self._number, tells=world.is_main)
         self._device = device
         #: The seed of the order and of the samples.
         self.seed = source.seed
@@ -273,7 +276,7 @@ class ShardedLoader:
             seeded=seeded,
             cut=cut_of(rank=world.rank),
         )
-        self._inner = shared(inner, world, source, cut_of, seeded=seeded)
+        self._inner = shared(inner, world, source, cut_of)
         make = StreamEpochs if source.order == "stream" else Epochs
         self._epochs = make(source, world, loader=self._number, inner=inner)
         #: True if a batch may have fewer samples than this rank's share: torch's own collate_fn drops none.
@@ -481,6 +484,23 @@ class ShardedLoader:
             **self._epochs.state(in_epoch=self._cursor.in_epoch),
         )
 
+    def _settings(self, *, batch: int) -> dict[str, Any]:
+        """Return what the samples of a global batch, and of each rank's part of it, follow from, in JSON's types."""
+        source, slicing = self._source, self._slicing
+        return {
+            "order": source.order,
+            "length": source.length,
+            "batch_size": self.batch_size,
+            "drop_last": self.drop_last,
+            "seed": self.seed,
+            "shares": None if source.shares is None else list(source.shares),
+            "costs": None if source.costs is None else source.costs.fact,
+            "slices": self.slices,
+            "runs": None if slicing is None or slicing.balances else [list(each) for each in slicing.runs_at(batch)],
+            "dataset": type(self.dataset).__name__,
+            "drawn_by": type(source.sampler).__name__ if source.order in ("sampler", "batches") else None,
+        }
+
     def _take_slices(self, saved: LoaderState) -> None:
         """Continue with the run's number of slices if lockstep chooses it; otherwise warn if it differs."""
         slicing, options = self._slicing, self._options
@@ -593,6 +613,8 @@ class ShardedLoader:
         while max(sizes_in(slicing.cut(count))) == largest > 1:  # otherwise the step would only fail again
             slicing.double()
         self._is_recut = True
+        cursor = Cursor(self.epoch, batch.position, number, in_epoch=True)
+        self._notes.begin(cursor, self._settings(batch=number), in_hand=True)
         runs, epoch_key = slicing.runs_at(number), mix(self.seed, self._cursor.epoch)
         key = step_key(batch, self._division, rank=self._world.rank, runs=runs, epoch_key=epoch_key, sliced=slicing)
         fetched = dataset[key]
@@ -606,7 +628,7 @@ class ShardedLoader:
         self._now = self._epochs.begin(self._cursor, seed=self.seed, drawn=self._drawn)
         while True:
             self._is_recut = False
-            ahead = self._fetch()
+            ahead = self._notes.watched(self._fetch())
             while not self._is_recut:
                 # (A dataset that draws unseeded must not advance the common generators by this rank's fetches.)
                 with preserved_generators() if draws_here else nullcontext():
@@ -659,6 +681,7 @@ class ShardedLoader:
 
     def _begin_pass(self) -> object:
         if self._cursor.in_epoch and not self._resuming:
+            self._notes.end(self._cursor)
             self._cursor = Cursor(self._cursor.epoch + 1)
         if not self._resuming:
             self._drawn = None
@@ -667,6 +690,7 @@ class ShardedLoader:
             self._slicing.begin_epoch()
         self._cursor = replace(self._cursor, in_epoch=True)
         self._last_pass.begin(self._cursor)
+        self._notes.begin(self._cursor, self._settings(batch=self._cursor.batches))
         self._pass = object()
         return self._pass
 
@@ -699,6 +723,7 @@ class ShardedLoader:
     def _end_pass(self, mine: object) -> None:
         if self._pass is mine:
             self._pass = None
+            self._notes.end(self._cursor)
             self._cursor = Cursor(self._cursor.epoch + 1)
 
     def _fetch(self) -> Iterator[Fetched]:

@@ -16,7 +16,10 @@ all three were always seeded. A dataset can read a generator without moving it (
 within a context that restores the state afterwards): it then finds the resting state, the same for all samples of the
 epoch, at any number of ranks.
 
-The samples of a stream can't be asked for twice, so all three are seeded before each.
+The samples of a stream can't be asked for twice, so all three are seeded before each. Where the user wants no seeds,
+they are seeded when a pass opens the stream and before its first two samples, and are its own from there on: what it
+draws depends on nothing else that draws, and changes nothing else, so that all who read a stream read the same. Its
+collate_fn is seeded for each batch in either case: ranks have shares of different sizes, and draw differently often.
 
 A worker process uses its generators for nothing else. In the main process (``num_workers=0``) their states are
 restored after each batch, so that fetching data does not affect the model's dropout.
@@ -47,7 +50,6 @@ from lockstep.data.generators import GENERATORS
 from lockstep.data.mixing import mixed
 
 Sample = TypeVar("Sample")
-Item = TypeVar("Item")
 
 #: The deepest sampler within samplers whose generators are seeded.
 _DEEPEST = 4
@@ -167,16 +169,26 @@ class SampleSeeds:
         return resting
 
 
-def without_drawing(items: Iterator[Item]) -> Iterator[tuple[Item | None, bool]]:
-    """Yield each item with whether anything has been drawn from the common generators to make it, and at the end None
-    with whether anything has been drawn to find it."""
-    while True:
+class OwnNumbers:
+    """Random numbers that go on where they were: nothing that is drawn meanwhile changes them, and they change nothing.
+
+    What draws them seeds the common generators itself when it begins.
+    """
+
+    def __init__(self) -> None:
+        self._own: list[Any] | None = None
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Return a context in which the common generators continue where they were at the end of the last one."""
         before = _states()
-        item = next(items, None)
-        stand = all(generator.is_at(state) for generator, state in zip(GENERATORS, before, strict=True))
-        yield item, not stand
-        if item is None:
-            return
+        try:
+            if self._own is not None:
+                _restore(self._own)
+            yield
+        finally:
+            self._own = _states()
+            _restore(before)
 
 
 class SamplerNumbers:

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from lockstep import accelerator, callsite
 from lockstep.comm.labels import compares_labels
 from lockstep.ddp.batches import BatchFlags
+from lockstep.ddp.digest_chain import DigestedReplica
 from lockstep.ddp.drift import DriftCheck
 from lockstep.ddp.finite import FiniteCheck
 from lockstep.ddp.guard import StepGuard
@@ -25,6 +26,7 @@ from lockstep.ddp.rider import Rider
 from lockstep.ddp.same_batches import InputLook, SameBatches
 from lockstep.ddp.stepping import alerted
 from lockstep.ddp.unaveraged import Unaveraged
+from lockstep.job import flight
 from lockstep.step.share import Items
 from lockstep.step.slicing import SlicedStep
 from lockstep.text import counted, listed
@@ -52,6 +54,8 @@ class GradientChecks:
         self._guard: StepGuard | None = None
         self.finite: FiniteCheck | None = None
         self._unaveraged: Unaveraged | None = None
+        #: Has digests of the replica recorded; None: another rank's are, or there is no record.
+        self._recorded: DigestedReplica | None = None
         self._later: ReadLater | None = None
         #: Those who look at what the model is given.
         self.looks: list[InputLook] = []
@@ -61,7 +65,9 @@ class GradientChecks:
         self._kept_count = KeptCount(f"rank {dist.get_rank(group)} of {self._world_size}")
 
     def turn_to(self, module: nn.Module) -> None:
-        """Compare the parameters that ``module`` has now."""
+        """Compare the parameters that ``module`` has now, and record digests of them."""
+        if flight.current.pages is not None and dist.get_rank() == 0:  # with a launcher, which keeps the record
+            self._recorded = DigestedReplica(list(parameters_of(module)))
         if self.compares:
             if self.drift is None:
                 self.drift = DriftCheck(self._group, self._options.compared_within)
@@ -172,3 +178,4 @@ class GradientChecks:
         if self._unaveraged is not None:
             self._unaveraged.stop()
         self._kept_count.stop()
+        self._recorded = None

@@ -278,11 +278,23 @@ def _open_channel(group: dist.ProcessGroup) -> dist.ProcessGroup:
     opened = dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=None if world is None else timedelta(seconds=world.timeout),
-        backend="gloo" if group_device(group).type == "cpu" else None,
+        backend=_channel_backend(group),
         use_local_synchronization=group is not dist.group.WORLD,
     )
     assert isinstance(opened, dist.ProcessGroup)  # this rank is a member
     return opened
+
+
+def _channel_backend(group: dist.ProcessGroup) -> str | None:
+    """Return the backend for a process group of the same ranks that sends while they compute; None: the default one."""
+    if group_device(group).type != "cpu":
+        return None
+    bound = None if dist.group.WORLD is None else dist.group.WORLD.bound_device_id
+    if bound is None or bound.type in dist.Backend.backend_capability["gloo"]:
+        return "gloo"
+    return (
+        f"cpu:gloo,{bound.type}:gloo"  # torch asks each group for a backend for the device that the process is bound to
+    )
 
 
 def _all_or_nothing(weight: float) -> float:

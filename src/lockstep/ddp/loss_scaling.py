@@ -58,7 +58,7 @@ def scale_loss(loss: Tensor) -> Tensor:
     For models that :func:`lockstep.replicate` was given with ``precision="fp16"``; where there is none, the loss itself
     is returned, so that the same script trains in any precision. Gradients are divided by the scale before they are
     added to ``grad``: what is averaged, clipped and logged has its true size. Nothing is sent. A step whose gradients
-    are infinite or NaN is left out on all ranks, and the scale changes by the rule of :class:`torch.amp.GradScaler`.
+    are infinite or NaN is left out on all ranks, and the scale changes by the rule of ``torch.amp.GradScaler``.
 
     Args:
         loss: floating point, of any shape; log this one, not what is returned.
@@ -221,16 +221,12 @@ class UnscaledGradients:
         stepped = [param for param in mine if param.grad is not None]
         self._refuse_scaled(params, optimizer)
         bad = _not_finite(stepped)
-        if self._own.isdisjoint(map(id, mine)):
-            overflowed = bool(bad)
-        else:
-            found = all_gather_records([bool(stepped), bool(bad)], self._group)
-            overflowed = any(is_bad for _, is_bad in found)
-            if not any(has_gradients for has_gradients, _ in found):
-                return
-        if overflowed:
+        found = [[bool(stepped), bool(bad)]]
+        if not self._own.isdisjoint(map(id, mine)):
+            found = all_gather_records(found[0], self._group)
+        if any(is_bad for _, is_bad in found):
             self._leave_out(optimizer, scale, [self._names[id(param)] for param in bad])
-        elif stepped:
+        elif any(has_gradients for has_gradients, _ in found):
             scale.stepped(skipped=False)
 
     def _refuse_scaled(self, params: Sequence[Tensor], optimizer: Optimizer) -> None:

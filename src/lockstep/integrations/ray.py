@@ -2,7 +2,7 @@
 
 ::
 
-    from lockstep.integrations.ray import LockstepTrainer, report, save_if_preempted
+from lockstep.integrations.ray import LockstepTrainer, report, save_if_preempted
 
     def train(config):
         world = lockstep.init()
@@ -30,8 +30,10 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
+
+from lockstep._files import StorePath
 
 try:
     import ray.train
@@ -91,7 +93,7 @@ class LockstepTrainer(DataParallelTrainer):  # type: ignore[misc]
         super().__init__(train_loop_per_worker, backend_config=backend_config or LockstepConfig(), **options)
 
 
-def report(metrics: Mapping[str, Any], folder: str | Path | None = None) -> None:
+def report(metrics: Mapping[str, Any], folder: str | PurePath | None = None) -> None:
     """**Collective.** Report metrics to Ray, with a checkpoint that stays in place.
 
     Nothing is copied: Ray notes the folder, and ``Result.checkpoint`` leads to it. Ray accepts only folders within its
@@ -101,7 +103,15 @@ def report(metrics: Mapping[str, Any], folder: str | Path | None = None) -> None
     Args:
         metrics: the values for Ray to show and keep; only rank 0's count.
         folder: the result of ``Checkpointer.save()``, if it was called.
+
+    Raises:
+        ValueError: the folder is in an object store, of which Ray has a notion of its own.
     """
+    if isinstance(folder, StorePath):
+        raise ValueError(
+            f"folder={folder}: Ray takes folders on file systems only: give it the metrics alone, and let the "
+            "Checkpointer find its checkpoints itself"
+        )
     checkpoint = None
     if folder is not None and ray.train.get_context().get_world_rank() == 0:
         checkpoint = ray.train.Checkpoint.from_directory(str(folder))
@@ -109,7 +119,7 @@ def report(metrics: Mapping[str, Any], folder: str | Path | None = None) -> None
     ray.train.report(dict(metrics), checkpoint=checkpoint, checkpoint_upload_mode=mode)
 
 
-def save_if_preempted(checkpointer: Checkpointer, *, metrics: Mapping[str, Any] | None = None) -> Path | None:
+def save_if_preempted(checkpointer: Checkpointer, *, metrics: Mapping[str, Any] | None = None) -> PurePath | None:
     """**Collective.** Save once when Ray says that a node is about to be taken away; call it after each step.
 
     All ranks learn of it at the same step: at every tenth they ask Ray, which tells all workers the same. Training

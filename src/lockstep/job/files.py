@@ -91,6 +91,11 @@ class JobFiles:
         """Return the file of a rank's flight recorder; see launch/watchdog.py."""
         return self.flight_recorders.with_name(f"{self.flight_recorders.name}{rank}")
 
+    @property
+    def flight_recorder_pipes(self) -> Path:
+        """What the names of the pipes begin with by which flight recorders are asked to write, one a rank."""
+        return self.folder / "flight-recorder-ask"
+
     def told(self) -> str:
         """Return the launcher's report on the rank that holds up the others now; empty if there is none."""
         try:

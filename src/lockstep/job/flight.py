@@ -18,9 +18,9 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from threading import get_ident
 from types import CodeType
@@ -66,7 +66,7 @@ class Flight:
         self._depth = 0
         #: True if optimizer steps are counted; the values that the page gets after each of them.
         self.counts = False
-        self._next_steps = count(2)
+        self._next_steps: Iterator[int] = count(2)
         #: Samples in the batches fetched since the last step.
         self.batch = 0
         #: Tokens that the script has counted since the last step.
@@ -210,10 +210,13 @@ _background: set[int] = set()
 
 
 def take(folder: str | Path, *, rank: int, world_size: int) -> Flight:
-    """Make this process the writer of its rank's page; from now on STACK_SIGNAL asks it for its Python stacks."""
+    """Make this process the writer of its rank's page; from now on STACK_SIGNAL asks it for its Python stacks, and a
+    crash in native code leaves them in the same file."""
     pages = Pages(folder, world_size)
     stack = os.open(JobFiles(folder).stack(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
+    if not faulthandler.is_enabled():  # PYTHONFAULTHANDLER, or -X, has them written to standard error
+        faulthandler.enable(file=stack, all_threads=True)
     if _collects not in gc.callbacks:
         gc.callbacks.append(_collects)
     return use(Flight(pages.page(rank), rank=rank, pages=pages))
@@ -371,6 +374,28 @@ def after_each_step(act: Callable[[], bool]) -> None:
             del vars(current)["took_step"]
 
     vars(current)["took_step"] = took_step
+
+
+def at_steps(act: Callable[[int], int]) -> None:
+    """Call ``act`` after the next optimizer step of this process, and then after each step that it names. One function
+    in a process.
+
+    The numbers that the page gets after each step come out of an iterator, which is made anew at such a step; those in
+    between cost what they do anyway.
+
+    Args:
+        act: gets the number of steps that this process has taken, and returns a larger one: when to call it again.
+    """
+    taken = max(1, current.cells[_STEPS]) - 1
+    current._next_steps = chain.from_iterable(_stretches(taken, act))
+
+
+def _stretches(taken: int, act: Callable[[int], int]) -> Iterator[range]:
+    """Yield what the page gets after the steps up to the one at which to act, again and again."""
+    first, due = taken + 2, taken + 1
+    while True:
+        yield range(first, due + 1)
+        first, due = due + 1, act(due)
 
 
 def _before_step(*_: object) -> None:

@@ -21,6 +21,8 @@ so also in a collective, and its page keeps saying that it waits for others, whi
 waiting only if its page says so and it could continue. One at a standstill does not, nor does one that a debugger
 holds, or that is ready to run and gets no processor.
 
+While a rank is at a breakpoint nobody is late, and all begin to wait anew when it goes on.
+
 A rank that is leaving has a minute: on a busy machine it takes time until many interpreters have ended.
 
 A rank whose page does change is at work, not stuck, and is reported only after a minute (or a hundred median steps).
@@ -150,10 +152,16 @@ class Looker:
         self._begun: float | None = None
         self._draw = random.Random(0)
 
-    def look(self, marks: Sequence[int], now: float) -> None:
-        """Record all ranks' marks of this moment."""
+    def look(self, marks: Sequence[int], now: float, *, debugging: bool = False) -> None:
+        """Record all ranks' marks of this moment.
+
+        Args:
+            marks: one of each rank.
+            now: this moment.
+            debugging: a rank is in a debugger, and a person takes the time: it counts for nobody.
+        """
         passed, self._looked = now - self._looked, now
-        if passed > ASLEEP:
+        if passed > ASLEEP or debugging:
             self.moved = [now] * len(marks)
         else:
             self.shares.add(marks, passed, still=self.still)

@@ -22,9 +22,11 @@ from lockstep.job.files import JobFiles
 #: can't be written any more, with the rank and why; FLOPs were not counted, or not all of them, with why; a step was
 #: left out because its averaged gradients were not finite, with its number and whose gradients it came from; global
 #: batches were divided by cost, with their number, and the cost of the dearest rank added up over them: as it was, with
-#: equal numbers of samples, and if they could be divided exactly.
+#: equal numbers of samples, and if they could be divided exactly; a
+#: loader's settings when it is used first, and when they change; a pass over it, as data/pass_notes.py says; digests
+#: of what rank 0's replicas hold after a step, as ddp/digest_chain.py says.
 CHECKPOINT, LOG, NONFINITE, UNWRITTEN, FLOPS = "checkpoint", "log", "nonfinite", "unwritten", "flops"
-LEFT_OUT, COSTS = "left out", "costs"
+LEFT_OUT, COSTS, LOADER, PASS, DIGESTS = "left out", "costs", "loader", "pass", "digests"
 
 
 def unwritten(rank: int, why: str) -> str:
@@ -32,9 +34,14 @@ def unwritten(rank: int, why: str) -> str:
     return f"rank {rank}'s log can't be written any more, but the run continues: {why}"
 
 
-def tell(kind: str, **facts: str | float) -> None:
+def tell(kind: str, **facts: Any) -> None:
     """Leave a note with its time on the monotonic clock, which all processes of a machine share. Without a launcher of
-    ours, do nothing."""
+    ours, do nothing.
+
+    Args:
+        kind: of the note.
+        facts: in JSON's types.
+    """
     folder = knobs.job_dir()
     if folder is None:
         return

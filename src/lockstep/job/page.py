@@ -3,7 +3,8 @@
 Note [One writer a page]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 A page belongs to one rank, which alone writes to it. The page of a rank of another machine belongs to this machine's
-launcher, which hears of that rank twice a second; and ``MEMORY`` and ``SPENT`` are the launcher's in every page.
+launcher, which hears of that rank twice a second; and ``MEMORY``, ``SPENT``, ``GRANTED`` and ``LENDS`` are the
+launcher's in every page.
 Numbers are whole, aligned and of 8 bytes, stored in one instruction each (``memoryview.cast("q")`` copies them at
 once). A reader sees the old number or the new one, never half of each, and no lock is needed that a killed rank could
 leave locked. A rank may die at any instruction, and the page of one that is stopped stays readable.
@@ -79,6 +80,35 @@ NAMES = {
 }
 
 
+class Debugging(enum.IntEnum):
+    """What a rank does in a debugger, the last three bits of its ``DEBUGGER``; see Note [A turn at the terminal] in
+    debugger/lender.py."""
+
+    #: It is in no debugger.
+    NONE = 0
+    #: It asks for the terminal at a breakpoint.
+    ASKS = 1
+    #: It asks for it since an error would end it.
+    FAILED = 2
+    #: It waits for a command.
+    PROMPTS = 3
+    #: It carries out a command that moves it nowhere.
+    EVALUATES = 4
+    #: It runs on to where it will prompt again.
+    RUNS = 5
+    #: Its user has ended the job.
+    QUIT = 6
+
+    @classmethod
+    def of(cls, number: int) -> Debugging:
+        """Take the state from a rank's ``DEBUGGER``."""
+        return cls(number % REQUEST)
+
+
+#: The unit in which a rank's ``DEBUGGER`` counts its requests for the terminal.
+REQUEST = 8
+
+
 class Cell(enum.IntEnum):
     """The numbers of a page, by their place in it.
 
@@ -130,6 +160,13 @@ class Cell(enum.IntEnum):
     #: The rank's mark at which its device was seen to be still in the latest backward; see device_wait.py. Where it is
     #: not the present mark it says nothing.
     ON_DEVICE = 233
+    #: What the rank does in a debugger (:class:`Debugging`), with the number of its latest request for the terminal; 0:
+    #: it is in none.
+    DEBUGGER = 234
+    #: The launcher's: the number of the request that it has granted, or minus the number of one that it refuses; and 1
+    #: if it has a terminal to lend.
+    GRANTED = 235
+    LENDS = 236
 
 
 class Text(enum.Enum):
@@ -141,6 +178,8 @@ class Text(enum.Enum):
     REASON = (768, 512)
     #: The line from which the optimizer took its last step.
     STEPPED_AT = (1280, 256)
+    #: The line at which the rank is in a debugger.
+    DEBUGGED_AT = (1920, 128)
 
 
 #: The units of a mark's parts: the phase counts ones; the last phase that was not own code; waiting; the serial number.
@@ -183,6 +222,9 @@ class Look:
     stepped_at: str
     #: True if the rank's device is still in the latest backward, and the rank has come no further since that was seen.
     on_device: bool = False
+    #: What the rank does in a debugger, and at which line of the program.
+    debugging: Debugging = Debugging.NONE
+    debugged_at: str = ""
 
     @property
     def waits(self) -> bool:
@@ -221,9 +263,18 @@ class Pages:
         """Return one number of every rank, in order of rank."""
         return self._columns[cell].tolist()
 
+    def column(self, cell: Cell) -> memoryview:
+        """Return one number of every rank, int64 [count], a view, to be released before :meth:`close`."""
+        return self._columns[cell]
+
     def get(self, rank: int, cell: Cell) -> int:
         """Return one number of a rank."""
         return self._columns[cell][rank]
+
+    @property
+    def debugging(self) -> bool:
+        """Whether a rank of the job is in a debugger, so that nobody is late."""
+        return any(self._columns[Cell.DEBUGGER])
 
     def set(self, rank: int, cell: Cell, value: int) -> None:
         """Write one number; only the owner may."""
@@ -268,12 +319,21 @@ class Pages:
         for _ in range(20):
             mark = self.get(rank, Cell.MARK)
             with self.page(rank) as page:
-                waits_in, reason, stepped_at = (_decode(page, text) for text in Text)
+                waits_in, reason, stepped_at, debugged_at = (_decode(page, text) for text in Text)
             if self.get(rank, Cell.MARK) == mark:
                 break
         steps = self.get(rank, Cell.STEPS)
         on_device = mark != 0 and self.get(rank, Cell.ON_DEVICE) == mark
-        return Look(Mark.of(mark), steps - 1 if steps else None, waits_in, reason, stepped_at, on_device=on_device)
+        return Look(
+            Mark.of(mark),
+            steps - 1 if steps else None,
+            waits_in,
+            reason,
+            stepped_at,
+            on_device=on_device,
+            debugging=Debugging.of(self.get(rank, Cell.DEBUGGER)),
+            debugged_at=debugged_at,
+        )
 
     def close(self) -> None:
         """Let go of the memory. A second call does nothing."""

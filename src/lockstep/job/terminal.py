@@ -21,6 +21,12 @@ question. Each message begins a line, so the launcher has to know whether the la
 relays. A rank that has the terminal itself says so in its page: a number that grows with each write to where messages
 go, odd if a line is begun. So a line that the launcher has ended is not ended again. Where all output goes to a file,
 the last byte there tells. (What compiled code prints past Python is not known, except in a file.)
+
+Note [A prompt is left alone]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+While a rank of this machine waits for a command in its debugger, what another one prints to the terminal would come
+into the middle of what is typed. So a print waits: until the command is given, and no longer, since a command may wait
+for this rank. (A rank that dies at its prompt prompts no longer, as soon as the launcher has noticed.)
 """
 
 from __future__ import annotations
@@ -32,10 +38,12 @@ import re
 import select
 import stat
 import sys
+import time
 from typing import Any
 
 from lockstep._files import describe
 from lockstep.job import notes
+from lockstep.job.page import REQUEST, Cell, Debugging, Pages
 
 #: The errors of a file that can't grow.
 _FULL = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT)
@@ -43,21 +51,34 @@ _FULL = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT)
 _STYLES = re.compile(rb"(\x1b\[[0-9;?]*[hlm])+\Z")
 #: Bytes at the end of the output that are looked at.
 _END = 64
+#: Seconds between two looks whether another rank still prompts.
+_PAUSE = 0.02
 
 #: The cell of this rank's page for Note [Begun lines] (int64 [1]), and the descriptors that it concerns; None: this is
 #: not a rank that a launcher started.
 _lines: tuple[memoryview, frozenset[int]] | None = None
+#: What the other ranks of this machine do in debuggers (int64 [count] each); see Note [A prompt is left alone].
+_debuggers: tuple[memoryview, ...] = ()
 
 
-def note_lines(cell: memoryview) -> None:
-    """Note in a page from now on whether this process has begun a line where the launcher's messages go; see Note
-    [Begun lines].
+def note_lines(pages: Pages, rank: int, *, beside: range) -> None:
+    """Note in a page from now on whether this process has begun a line where the launcher's messages go, see Note
+    [Begun lines], and let other ranks prompt undisturbed, see Note [A prompt is left alone].
 
     Args:
-        cell: int64 [1], of this rank's page.
+        pages: of all ranks.
+        rank: this one.
+        beside: the ranks of this machine.
     """
-    global _lines
+    global _lines, _debuggers
+    cell = pages.page(rank).cast("q")[Cell.LINES : Cell.LINES + 1]
     _lines = cell, frozenset((1, 2) if os.path.sameopenfile(1, 2) else (2,))
+    column = pages.column(Cell.DEBUGGER)
+    _debuggers = column[beside.start : rank], column[rank + 1 : beside.stop]
+
+
+def _is_prompting() -> bool:
+    return any(number % REQUEST == Debugging.PROMPTS for ranks in _debuggers for number in ranks.tolist())
 
 
 def _note(fd: int, data: Any) -> None:
@@ -106,6 +127,9 @@ class _Forgiving(io.FileIO):
         self._rank = rank
 
     def write(self, data: Any, /) -> int:
+        if _debuggers and _is_prompting() and not _is_file(self.fileno()):
+            while _is_prompting():
+                time.sleep(_PAUSE)
         try:
             written = super().write(data)
             _note(self.fileno(), data)
@@ -121,6 +145,18 @@ class _Forgiving(io.FileIO):
             else:
                 raise
         return super().write(data)
+
+
+def forgiving(fd: int, *, errors: str) -> io.TextIOWrapper:
+    """Return a text stream to a descriptor, in UTF-8, that outlives what it leads to; the descriptor stays open.
+
+    Args:
+        fd: 1 or 2.
+        errors: what becomes of text that can't be encoded, as for :func:`open`.
+    """
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Forgiving(fd, rank=None)), encoding="utf-8", errors=errors, line_buffering=True
+    )
 
 
 def outlive(*, rank: int | None = None) -> None:

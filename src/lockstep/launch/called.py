@@ -29,6 +29,7 @@ class CalledRanks:
         program: the words that name it in the run's record; the first is what the user has called.
         nprocs: how many ranks.
         quiet: leave out the summary at the end, whatever ``LOCKSTEP_QUIET`` says.
+        lends: whether this program's terminal, if it has one, is lent to ranks at a breakpoint.
 
     Raises:
         LaunchError: the ranks can't be started.
@@ -36,7 +37,7 @@ class CalledRanks:
         ValueError: the ranks can't be bound to cores as ``LOCKSTEP_BIND`` says.
     """
 
-    def __init__(self, program: list[str], nprocs: int, *, quiet: bool = False) -> None:
+    def __init__(self, program: list[str], nprocs: int, *, quiet: bool = False, lends: bool = False) -> None:
         #: What the ranks have ended with, or could not be started for; None: they run, or have ended well.
         self.error: LaunchError | None = None
         #: True once all is given back.
@@ -47,7 +48,7 @@ class CalledRanks:
             spec = JobSpec(Program(program[0]), nproc=nprocs, quiet=quiet or knobs.quiet())
             self._logs = LogFolder(None, program=spec.program.name)
             recorder = Recorder(self._logs.make, program=program, tell=say)
-            self.launcher = Launcher(spec, spec.round(*master), home=self._folder.path, recorder=recorder)
+            self.launcher = Launcher(spec, spec.round(*master), home=self._folder.path, recorder=recorder, lends=lends)
         except BaseException:
             self._folder.remove()
             raise
@@ -89,6 +90,9 @@ class CalledRanks:
         first = outcome.first
         if outcome.saved:
             code, end, text = EXIT_SAVED, RunEnd.SAVED, report.stopped(outcome, None)
+        elif outcome.quit_by is not None:
+            code, end, text = 128 + signal.SIGINT, RunEnd.STOPPED, outcome.quit
+            self.error = RankFailed(text, rank=outcome.quit_by[0], exit_code=code)
         elif first is not None:
             code, end, text = first.exit_code, RunEnd.FAILED, report.describe(outcome)
             step, taken = attempt.steps(first.rank)
@@ -96,7 +100,7 @@ class CalledRanks:
             self.launcher.recorder.event("failed", text, failure=failure, again=False)
         else:
             code, end, text = 0, RunEnd.DONE, ""
-        if first is not None:
+        if first is not None and self.error is None:
             traceback = None if first.record is None else first.record.traceback or None
             self.error = RankFailed(text, rank=first.rank, exit_code=code, traceback=traceback)
         for said in self.launcher.conclude(code, end=end, word=text if outcome.saved else ""):

@@ -208,6 +208,8 @@ def _sleep(pid: int, thread: int) -> _Sleep:
 # Its Python stack, as faulthandler writes it into the job's folder when asked by a signal ----------------------------
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
+#: What faulthandler begins with when a process crashes.
+CRASH = "Fatal Python error: "
 #: The line that faulthandler writes above the frames while the garbage collector runs.
 _COLLECTS = "  Garbage-collecting"
 #: Files of the launcher's frames below every rank's program, and of the zygote's start.
@@ -288,6 +290,16 @@ def read_stack(folder: Path, rank: int, *, start: int) -> Stack | None:
     except FileNotFoundError:
         return None
     return parse_stack(text)
+
+
+def read_crash(folder: Path, rank: int) -> str:
+    """Return the stacks that a rank has left because of a crash in native code, in Python's words; empty: none."""
+    try:
+        text = JobFiles(folder).stack(rank).read_text(errors="replace")
+    except OSError:
+        return ""
+    _, crash, stacks = text.rpartition(CRASH)
+    return crash + stacks
 
 
 def parse_stack(text: str) -> Stack | None:

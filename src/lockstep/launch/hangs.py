@@ -42,7 +42,7 @@ _WORKS = 0.2
 #: The cells of a rank's page that launchers send each other.
 _COUNTS = (
     Cell.STEPS, Cell.SAMPLES, Cell.TOKENS, Cell.RUN_STEPS, Cell.DEVICE_MEMORY, Cell.DEVICE_SIZE, Cell.COLLECTED,
-    Cell.COLLECTIONS, Cell.FLOPS, Cell.FLOPS_SAMPLES, Cell.FLOPS_AT_PEAK, Cell.ON_DEVICE,
+    Cell.COLLECTIONS, Cell.FLOPS, Cell.FLOPS_SAMPLES, Cell.FLOPS_AT_PEAK, Cell.ON_DEVICE, Cell.DEBUGGER,
 )  # fmt: skip
 #: Seconds before ranks that were suspected, and turned out not to be late, are asked for their stacks again.
 _PAUSE = 60.0
@@ -57,6 +57,19 @@ class _Suspicion:
     #: Rank -> the offset of its new stack in its file; then rank -> the kernel's facts at that moment.
     begins: dict[int, int]
     facts: dict[int, ProcessFacts | None]
+
+
+@dataclass(frozen=True, eq=False)
+class ReportedHang:
+    """A report that stands: the late ranks have not moved since."""
+
+    verdict: HangVerdict
+    #: When it was made, on the monotonic clock.
+    at: float
+    #: Its words.
+    text: str
+    #: Rank -> where its stacks of that time begin in its file; of this machine's ranks.
+    stacks: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -114,6 +127,8 @@ class HangWatch:
         self._verdict: HangVerdict | None = None
         #: The ranks' marks when they were reported.
         self._reported: dict[int, Mark] = {}
+        #: The report that stands; None: no rank holds up the others.
+        self.reported: ReportedHang | None = None
         #: The words about the ranks that hold up the others now; empty: no rank does.
         self.text = ""
         #: The same for who ends the ranks because of it.
@@ -131,7 +146,7 @@ class HangWatch:
     def glance(self, now: float) -> None:
         """See which of the ranks have moved, in some microseconds; to be called when it is due."""
         ranks = self._ranks
-        self._looker.look(self._pages.all(Cell.MARK)[ranks.start : ranks.stop], now)
+        self._looker.look(self._pages.all(Cell.MARK)[ranks.start : ranks.stop], now, debugging=self._pages.debugging)
         if self._ledger.is_due(now) and min(self._pages.all(Cell.STEPS)[ranks.start : ranks.stop]) > WARM:
             self._ledger.add(self.known(now), now=now, looks=self._looker.looks)
 
@@ -143,7 +158,11 @@ class HangWatch:
                 rank,
                 marks[rank - self._ranks.start],
                 {cell.name: self._pages.get(rank, cell) for cell in _COUNTS},
-                {Text.WAITS_IN.name: look.waits_in, Text.REASON.name: look.reason},
+                {
+                    Text.WAITS_IN.name: look.waits_in,
+                    Text.REASON.name: look.reason,
+                    Text.DEBUGGED_AT.name: look.debugged_at,
+                },
                 [round(seconds, 3) for seconds in progress[rank].seconds],
                 round(progress[rank].held, 3),
                 progress[rank].memory,
@@ -174,7 +193,8 @@ class HangWatch:
                 flops=self._pages.step_flops(rank),
             )
             before, look = self._others.get(rank), self._pages.look(rank)
-            moved = before.moved if before is not None and before.look.mark == look.mark else now
+            stays = before is not None and before.look.mark == look.mark and not self._pages.debugging
+            moved = before.moved if before is not None and stays else now
             self._others[rank] = _Heard(look, progress, moved, now, Standstill(still) if still else None)
 
     def look(
@@ -187,6 +207,9 @@ class HangWatch:
             now: on the monotonic clock.
             ask: sends a signal to ranks.
         """
+        for rank, heard in self._others.items():
+            if now - heard.at >= knobs.times().heard:  # what its debugger does is not known any more
+                self._pages.set(rank, Cell.DEBUGGER, 0)
         self.glance(now)
         self._looks = {rank: self._pages.look(rank) for rank in self._ranks}
         pids = {rank: states[rank].pid for rank in self._ranks}
@@ -218,7 +241,7 @@ class HangWatch:
         if self._verdict is None or any(state.exit_code != 0 for state in states.values()):
             return []
         text = report.over(self._verdict, now=time.monotonic())
-        self._verdict, self.text, self.finding = None, "", ""
+        self._verdict, self.reported, self.text, self.finding = None, None, "", ""
         return [text]
 
     def summary(
@@ -378,6 +401,7 @@ class HangWatch:
         self._reported = self._marks()
         self.finding = report.describe_hang(verdict, known, now=now, world_size=self._world_size)
         self.text = report.describe_late(verdict, known, now=now, world_size=self._world_size)
+        self.reported = ReportedHang(verdict, now, self.text, asked.begins)
         self._files.mark_late(self.text)
         if self._ras is not None and any(known[rank].look.on_device for rank in verdict.waiting):
             self._question = RasQuestion(self._ras)
@@ -426,7 +450,7 @@ class HangWatch:
         moved = any(marks[rank] != self._reported[rank] for rank in waited or verdict.late)
         if not moved or any(state.exit_code for state in states.values()):
             return []  # the report stays true, also as the reason why the job ends
-        self._verdict, self.text, self.finding = None, "", ""
+        self._verdict, self.reported, self.text, self.finding = None, None, "", ""
         self._files.mark_late("")
         self.close()
         return [report.over(verdict, now=now)]

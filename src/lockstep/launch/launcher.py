@@ -16,6 +16,7 @@ from typing import Any
 
 from lockstep import knobs
 from lockstep._files import describe
+from lockstep.debugger.lender import Lender, find_terminal
 from lockstep.errors import LaunchError
 from lockstep.job import workers
 from lockstep.job.files import EXIT_SAVED, FailureRecord, JobFiles, StopNote
@@ -25,8 +26,10 @@ from lockstep.job.summary import RunSummary, Summary
 from lockstep.launch import watchdog
 from lockstep.launch.binding import Binding, bind_ranks
 from lockstep.launch.channel import Answer, Broken, Exited, Fork, Started, ZygoteHandle
-from lockstep.launch.evidence import MachineFacts, memory_group
-from lockstep.launch.hangs import HangWatch
+from lockstep.launch.evidence import MachineFacts, memory_group, read_crash
+from lockstep.launch.hangs import HangWatch, ReportedHang
+from lockstep.launch.notify import Notice, Notifier
+from lockstep.launch.on_hang import HangAction, HangResponse, dump
 from lockstep.launch.output import Streams
 from lockstep.launch.policy import Ending, Order, Policy
 from lockstep.launch.ras import RasAddress
@@ -51,6 +54,7 @@ class Attempt:
         grace: seconds between asking the ranks to stop and killing them.
         measures: what the ranks are to measure, as :attr:`JobSpec.measures` has it; None: nothing.
         binding: to which cores its ranks are bound.
+        terminal: the descriptor of what ranks are lent at a breakpoint; None: there is no terminal.
         warming_up: seconds that a rank which has taken fewer than two steps may hold up the others.
     """
 
@@ -63,6 +67,7 @@ class Attempt:
         grace: float,
         measures: Mapping[str, str | None] | None = None,
         binding: Binding,
+        terminal: int | None = None,
         warming_up: float = WARMING_UP,
     ) -> None:
         self.round = round_
@@ -83,6 +88,8 @@ class Attempt:
             self._pages = Pages(self.folder, round_.world_size)
         except OSError as error:
             raise LaunchError(f"the job's files can't be written in {home}: {describe(error)}") from error
+        #: Lends the terminal to ranks at a breakpoint.
+        self.lender = Lender(self._pages, round_.local_ranks, terminal=terminal)
         self._ras = RasAddress.of_job()
         #: Finds the rank that holds up the others.
         self.hangs = HangWatch(
@@ -94,6 +101,8 @@ class Attempt:
             ras=self._ras,
             warming_up=warming_up,
         )
+        #: What was said of the hang for which this start's ranks were stopped; None: they were not.
+        self.stopped_for: ReportedHang | None = None
         #: Rank -> where its flight recorder's file is kept; of ranks that have left one.
         self.flight_recorders: dict[int, Path] = {}
         self._memory = memory_group()
@@ -184,8 +193,14 @@ class Attempt:
                 late=self.hangs.text,
                 note=self.stop_note(),
                 flight_recorders=self.flight_recorders,
+                quit_by=self.lender.quit_by if self.policy.has_quit else None,
             )
         return self._outcome
+
+    def dump(self, reported: ReportedHang, home: Path) -> Path:
+        """Keep what tells of a hang in the folder of the run's logs; see :func:`~lockstep.launch.on_hang.dump`."""
+        watchdog.ask_flight_recorders(self._files)
+        return dump(home, reported, self._files)
 
     def keep_flight_recorder(self, rank: int, folder: Callable[[], Path]) -> None:
         """Put the file that a rank's flight recorder has written, if it has, where it outlives the job.
@@ -210,6 +225,7 @@ class Attempt:
     def close(self) -> None:
         """Unmap the ranks' pages; the folder stays until the job's is removed."""
         self.hangs.close()
+        self.lender.close()
         self._pages.close()
 
     def _ending(self, rank: int, local_rank: int, streams: Streams | None) -> Ending:
@@ -233,6 +249,7 @@ class Attempt:
             shown=streams is not None and streams.shown(local_rank),
             waited_in=look.waits_in if look.mark.waiting else "",
             was_aborted=aborted is not None,
+            crash=read_crash(self.folder, rank) if record is None and (state.exit_code or 0) < 0 else "",
         )
 
 
@@ -246,23 +263,30 @@ class Launcher:
         round_: the machines that start together; where they have not met yet: this one alone.
         home: the job's private folder.
         recorder: writes down how the run goes.
+        lends: whether this process's terminal, if it has one, is the job's.
 
     Raises:
         ValueError: the ranks can't be bound to cores as the job asks.
         LaunchError: the job's files can't be written.
     """
 
-    def __init__(self, spec: JobSpec, round_: Round, *, home: str, recorder: Recorder) -> None:
+    def __init__(self, spec: JobSpec, round_: Round, *, home: str, recorder: Recorder, lends: bool = False) -> None:
         self.spec = spec
         self.recorder = recorder
         self._home = home
         self._binding = bind_ranks(spec.bind, spec.nproc)
+        self._terminal = find_terminal() if lends else None
         self.attempt = self._attempt(round_, number=0)
         self._tracer: Tracer | None = None
         #: The traceback of the zygote's failed imports; None: they have not failed.
         self.broken: str | None = None
         self.selector = selectors.PollSelector()  # epoll refuses regular files, which standard output may be
         self._next_look = 0.0
+        self._on_hang = HangResponse(spec.on_hang)
+        #: Tells a command of the user's what becomes of the job.
+        self._notifier = Notifier(spec.notify)
+        #: The report of which it was told last.
+        self._notified: ReportedHang | None = None
         #: The summaries of earlier starts, and the peak memory in them of each rank of this machine.
         self._summaries: list[Summary] = []
         self._peaks: dict[int, int | None] = {}
@@ -306,9 +330,11 @@ class Launcher:
         while True:
             ready = select(max(0.0, min(end, hangs.due) - clock()))
             now = clock()
+            asked = False
             if now >= hangs.due:
                 hangs.glance(now)
-            if ready or now >= end:
+                asked = self.attempt.lender.is_due(now)
+            if ready or asked or now >= end:
                 return {key.fileobj for key, _ in ready}
 
     def hear(self, ready: set[object]) -> list[Answer]:
@@ -326,6 +352,7 @@ class Launcher:
                     self.policy.started(rank, pid)
                 case Exited(rank, code, at, peak) if rank in self.policy.states:
                     self.attempt.keep_flight_recorder(rank, self.recorder.make_folder)
+                    self.attempt.lender.ended(rank, self.policy.states[rank].pid)
                     agreed = self.attempt.stop_note() is not None
                     self.apply(self.policy.exited(rank, code, at, peak=peak, agreed=agreed))
                 case Broken(error):
@@ -333,15 +360,49 @@ class Launcher:
         return answers
 
     def act(self, now: float) -> None:
-        """Do what is due: compare the ranks once a second, and end those whose time is up."""
+        """Do what is due: compare the ranks once a second, lend the terminal, and end ranks whose time is up."""
+        if self.attempt.lender.is_due(now):
+            self._lend(now)
         if now >= self._next_look:
             self._next_look = now + knobs.times().heartbeat
             self._look(now)
         self.apply(self.policy.tick(now))
+        for text in self._notifier.look(now):
+            say(text)
+
+    def notify(self, notice: Notice, text: str, *, code: str | None = None, exit_code: int | None = None) -> None:
+        """Tell the command of ``--notify``, unless another machine's launcher does.
+
+        Args:
+            notice: what it is told of.
+            text: for people.
+            code: of the hang, the failure or the end.
+            exit_code: the job's; None: it has not ended.
+        """
+        round_ = self.attempt.round
+        if round_.node_rank:
+            return
+        folder = self.recorder.folder
+        self._notifier.tell(
+            notice,
+            text,
+            code=code,
+            exit_code=exit_code,
+            program=self.spec.program.words,
+            folder=None if folder is None else str(folder.absolute()),
+            ranks=round_.world_size,
+            restarts=round_.number,
+            step=self.attempt.steps(round_.local_ranks[0])[0],
+        )
+
+    def finish_notices(self) -> None:
+        """Wait until the command of ``--notify`` has been told all, each time for no longer than its limit."""
+        for text in self._notifier.finish():
+            say(text)
 
     def apply(self, orders: Iterable[Order]) -> None:
         """Have the zygote carry out what the policy says."""
-        if self.policy.failing:
+        if self.policy.failing or self.policy.has_quit:
             self.attempt.tell_of_failure()
         for order in orders:
             self.zygote.signal(order.ranks, order.signum)
@@ -398,8 +459,30 @@ class Launcher:
     def _attempt(self, round_: Round, *, number: int) -> Attempt:
         spec = self.spec
         return Attempt(
-            round_, home=self._home, number=number, grace=spec.grace, measures=spec.measures, binding=self._binding
+            round_,
+            home=self._home,
+            number=number,
+            grace=spec.grace,
+            measures=spec.measures,
+            binding=self._binding,
+            terminal=self._terminal,
         )
+
+    def _respond(self, action: HangAction, now: float) -> None:
+        """Do what ``--on-hang`` says about the report that stands."""
+        attempt = self.attempt
+        reported = attempt.hangs.reported
+        assert reported is not None, "something is due about it"
+        if action is HangAction.RESTART:
+            attempt.stopped_for = reported
+            self.apply(self.policy.failed(now))
+            return
+        try:
+            text = self._on_hang.announce(attempt.dump(reported, self.recorder.make_folder()))
+        except OSError as error:
+            text = f"what tells of the hang can't be kept: {describe(error)}"
+        say(text)
+        self.recorder.event("hang", text)
 
     def _record_progress(self, now: float) -> None:
         hangs, states = self.attempt.hangs, self.policy.states
@@ -479,6 +562,15 @@ class Launcher:
         """Whether this launcher hears of all ranks, and is the one that records them and sums up."""
         return self.spec.rendezvous is not None and self.attempt.round.node_rank == 0
 
+    def _lend(self, now: float) -> None:
+        """Say which rank is at a breakpoint, and lend it the terminal."""
+        for text in self.attempt.lender.look(now):
+            say(text)
+            self.recorder.event("breakpoint", text)
+        if (quit_by := self.attempt.lender.quit_by) is not None:
+            self.apply(self.policy.quit(quit_by[0], now))
+        self.attempt.lender.lend()
+
     def _see_folder(self) -> None:
         """Say once that the job's folder was removed. The job goes on, and can tell less about how it ends."""
         if not self._told_of_loss and not self.attempt.folder.is_dir():
@@ -497,8 +589,16 @@ class Launcher:
             hangs, states = self.attempt.hangs, self.policy.states
             for text in hangs.look(states, now, ask=self.zygote.signal):
                 say(text)
-                self.recorder.event("late", text, **hangs.facts())
+                facts = hangs.facts()
+                self.recorder.event("late", text, **facts)
+                if hangs.reported is None or hangs.reported is not self._notified:
+                    self.notify(Notice.MOVED_ON if facts["over"] else Notice.HANG, text, code=facts.get("code"))
+                    self._notified = hangs.reported
+            for action in self._on_hang.due(hangs.reported, now):
+                self._respond(action, now)
             self._record_progress(now)
+        if (holder := self.attempt.lender.holder) is not None:
+            self.attempt.lender.give_again(self.policy.states[holder].pid)
         self._see_folder()
         if self._tracer is not None:
             self._tell(self._tracer.look())

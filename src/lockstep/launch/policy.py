@@ -59,6 +59,8 @@ class KilledFor(enum.Enum):
     AT_ONCE = enum.auto()
 
 
+#: The exit code of a job whose ranks were stopped because one held up the others, as ``timeout`` has it.
+HUNG = 124
 #: Stands among the signals for the end of the time that a job was given; no process is sent it.
 TIME_LIMIT = signal.SIGALRM
 
@@ -94,6 +96,8 @@ class Policy:
     failing: bool = False
     #: The time of the next tick; None: none is due.
     deadline: float | None = None
+    #: True if a user has ended the job from a debugger.
+    has_quit: bool = False
     #: True when ranks did not even die of SIGKILL.
     gave_up: bool = False
     _killed: bool = False
@@ -152,6 +156,15 @@ class Policy:
         self.failing = True
         self._give(FAILURE_GRACE, now, late_for=KilledFor.FAILURE)
         return self._order(signal.SIGTERM, now)
+
+    def quit(self, rank: int, now: float) -> list[Order]:
+        """Stop the other ranks because a user has ended ``rank`` from its debugger: as by a Ctrl-C, but ranks do not
+        save, since one of them takes no step any more."""
+        if self.stopping:
+            return []
+        self.stopped_by, self.has_quit = signal.SIGINT, True
+        self._give(self.grace, now)
+        return self._order(signal.SIGTERM, now, spare=rank)
 
     def signalled(self, signum: signal.Signals, *, delivered: bool, now: float) -> list[Order]:
         """End the job for the user: politely the first time, at once the second.
@@ -220,11 +233,12 @@ class Policy:
         for_them = [(o.signum, tuple(r for r in o.ranks if self.states[r].pid is None)) for o in orders]
         return [Order(signum, ranks) for signum, ranks in for_them if ranks]
 
-    def _order(self, signum: signal.Signals, now: float) -> list[Order]:
-        for rank in self.alive:
+    def _order(self, signum: signal.Signals, now: float, *, spare: int | None = None) -> list[Order]:
+        ranks = tuple(rank for rank in self.alive if rank != spare)
+        for rank in ranks:
             if self.states[rank].stopped_at is None:
                 self.states[rank].stopped_at = now
-        return [Order(signum, self.alive)] if self.alive else []
+        return [Order(signum, ranks)] if ranks else []
 
 
 # How a rank ended ----------------------------------------------------------------------------------------------------
@@ -253,6 +267,7 @@ class FailureKind(CodedEnum):
     KILLED = "a signal", "rank-killed"
     MEMORY = "the kernel, since memory was out", "rank-out-of-memory"
     STUCK = "nothing: it could not be killed", "rank-unkillable"
+    HUNG = "the launcher, since it held up the others", "rank-hung"
 
 
 @dataclass(frozen=True)
@@ -269,6 +284,8 @@ class Ending:
     waited_in: str = ""
     #: True if the watchdog of its process group ended it, and the record is the launcher's; see watchdog.py.
     was_aborted: bool = False
+    #: The stacks that it left because of a crash in native code, in Python's words; empty: it has left none.
+    crash: str = ""
 
     @property
     def rank(self) -> int:
@@ -369,6 +386,26 @@ def failure_facts(
     }
 
 
+def hang_facts(rank: int, *, step: int | None, taken: int | None) -> dict[str, Any]:
+    """Return the same of a rank that was stopped with all others because it held them up.
+
+    Args:
+        rank: the first of those who did.
+        step: the optimizer steps of the whole run; None: not counted.
+        taken: those since this start.
+    """
+    return {
+        "code": FailureKind.HUNG.code,
+        "rank": rank,
+        "step": step,
+        "taken": taken,
+        "exit_code": HUNG,
+        "signal": None,
+        "error": None,
+        "log": None,
+    }
+
+
 def first_failure(endings: Iterable[Ending]) -> Ending | None:
     """Return how the rank ended that failed before the others, or None if none failed by itself."""
     return min((ending for ending in endings if ending.failed_by_itself), key=lambda ending: ending.when, default=None)
@@ -409,6 +446,11 @@ class Failure:
             step=step,
             taken=taken,
         )
+
+    @classmethod
+    def of_hang(cls, rank: int, *, step: int | None, taken: int | None) -> Failure:
+        """Return the failure of a start whose ranks were stopped because ``rank`` held up the others."""
+        return cls(rank, "a hang", by_itself=False, from_outside=False, step=step, taken=taken)
 
     def repeats(self, other: Failure) -> bool:
         """Return whether it is the same failure as ``other``, and will be again."""

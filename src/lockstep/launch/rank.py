@@ -24,11 +24,12 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
 from lockstep import knobs, tracebacks
+from lockstep.debugger import hook
 from lockstep.errors import LaunchError, LockstepError, code_of, named, said
 from lockstep.identity import Identity, place
 from lockstep.job import flight, terminal, tracing
 from lockstep.job.files import EXIT_SAVED, FailureRecord
-from lockstep.job.page import Cell, Phase
+from lockstep.job.page import Phase
 from lockstep.job.stop import interrupt_once
 from lockstep.launch import by_value as typed
 from lockstep.launch import preload, processes
@@ -49,7 +50,7 @@ class Task:
     env: dict[str, str | None]
     #: What it runs: ``{"kind": "script" | "module", "target": …, "args": […]}``, ``{"kind": "call", …}`` or
     #: ``{"kind": "rendezvous", "options": …}``. ``"logged": True``: files among ``fds`` are the rank's log;
-    #: ``"brief": True``: it ends without taking its memory apart.
+    #: ``"brief": True``: it ends without taking its memory apart; ``"held": True``: an error holds it for a debugger.
     job: dict[str, Any]
     #: Standard input, output and error, then the descriptors that the job needs; None: they stay as they are.
     fds: list[int]
@@ -67,7 +68,13 @@ def live(task: Task) -> NoReturn:
     _become(task)
     code = 0
     try:
-        _run(lambda: _bound(task), task.rank, silent=task.job["kind"] == "call", shared=task.job.get("shared", False))
+        _run(
+            lambda: _bound(task),
+            task.rank,
+            silent=task.job["kind"] == "call",
+            shared=task.job.get("shared", False),
+            held=task.job.get("held", False),
+        )
     except SystemExit as stop:
         if not brief:
             raise
@@ -120,7 +127,9 @@ def _take_page() -> None:
         return
     taken = flight.take(folder, rank=identity.rank, world_size=identity.world_size)
     assert taken.pages is not None, "it is among the pages of its job"
-    terminal.note_lines(taken.pages.page(identity.rank).cast("q")[Cell.LINES : Cell.LINES + 1])
+    first = identity.rank - identity.local_rank
+    terminal.note_lines(taken.pages, identity.rank, beside=range(first, first + identity.local_world_size))
+    hook.install(taken.pages, identity.rank)
     optimizers = sys.modules.get("torch.optim.optimizer")  # the zygote's; where it has none, lockstep.init() counts
     if optimizers is not None:
         flight.watch_optimizers(optimizers)
@@ -282,10 +291,11 @@ def _present_as(argv: list[str]) -> None:
 def _new_main(**attributes: Any) -> dict[str, Any]:
     """Make a fresh ``__main__``, which stays: runpy's would be gone while atexit functions and threads still use it.
 
-    Multiprocessing finds it by ``__spec__`` or ``__file__``, so that spawned workers can import it again.
+    Multiprocessing finds it by ``__spec__`` or ``__file__``, so that spawned workers can import it again. What they
+    send back is of classes in ``__mp_main__``, which was made to mean this process's first ``__main__``.
     """
     module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     # Scripts see no __builtins__ but the module's, as under python.
     module.__dict__.update(__builtins__=sys.modules["builtins"], **attributes)
     return module.__dict__
@@ -347,18 +357,21 @@ def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool, by_value: bool
 # Its end -------------------------------------------------------------------------------------------------------------
 
 
-def _run(program: Callable[[], None], rank: int, *, silent: bool, shared: bool = False) -> None:
+def _run(program: Callable[[], None], rank: int, *, silent: bool, shared: bool = False, held: bool = False) -> None:
     """Run ``program``. On an exception: leave a record, print it as Python would, and exit as Python would.
 
     ``silent``: the record says it all, because its reader raises it as an exception. ``shared``: all ranks print to the
-    same place, where one error of lockstep's that all have is shown once.
+    same place, where one error of lockstep's that all have is shown once. ``held``: an error is first looked at in a
+    debugger.
     """
     this_process = os.getpid()
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, SAVE))  # blocked since before the fork
         program()
+        hook.over()
         _begin_to_leave(this_process)
     except SystemExit as stop:
+        hook.over()
         code = _exit_code(stop)
         if code in (0, EXIT_SAVED):  # the page of one that failed keeps saying where
             _begin_to_leave(this_process)
@@ -369,7 +382,12 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool, shared: bool =
             raise  # Python prints what it is
         raise SystemExit(code) from None
     except BaseException as error:  # noqa: BLE001  (Python's own top level does the same)
-        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        hook.over()
+        quit_at = hook.quit_at(error)
+        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) or quit_at is not None else 1
+        if held and code == 1:
+            _fold(error)
+            hook.hold(error)
         since, undo = time.monotonic(), contextlib.ExitStack()
         if os.getpid() == this_process:  # and not a child that the program forked
             _ignore_deaths_of_workers()
@@ -377,7 +395,9 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool, shared: bool =
             # and the record's reader would believe that the traceback was shown.
             stops = signal.signal(signal.SIGTERM, signal.SIG_IGN)
             undo.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL if stops is None else stops)
-            _record(error, rank, code, since)
+            _record(error, rank, code, since, quit_at=quit_at)
+        if quit_at is not None:
+            silent = True  # the user knows
         if shared and isinstance(error, LockstepError) and not _is_first_to_tell(error, rank):
             print(f"rank {rank} has failed by an error that is shown already: {type(error).__name__}", file=sys.stderr)
         elif not silent:
@@ -414,11 +434,13 @@ def _ignore_deaths_of_workers() -> None:
         return
 
 
-def _record(error: BaseException, rank: int, exit_code: int, at: float) -> None:
+def _record(error: BaseException, rank: int, exit_code: int, at: float, *, quit_at: str | None = None) -> None:
     folder = knobs.job_dir()
     if folder is None:
         return
-    if isinstance(error, SystemExit):
+    if quit_at is not None:
+        message, text = quit_at, ""
+    elif isinstance(error, SystemExit):
         message, text = ("" if isinstance(error.code, int) else said(error.code)), ""
     else:
         _fold(error)

@@ -18,7 +18,7 @@ from lockstep.job.fates import advice
 from lockstep.job.files import EXIT_SAVED, StopNote
 from lockstep.job.hang import HangKind, HangVerdict, odd_ones
 from lockstep.job.page import NAMES, Look, Phase
-from lockstep.launch.evidence import MachineFacts, ProcessFacts, Stack
+from lockstep.launch.evidence import CRASH, MachineFacts, ProcessFacts, Stack
 from lockstep.launch.policy import FAILURE_GRACE, TIME_LIMIT, Ending, Failure, KilledFor, Refusal, first_failure
 from lockstep.launch.processes import name
 from lockstep.rendezvous.messages import Round
@@ -145,6 +145,8 @@ class Outcome:
     note: StopNote | None = None
     #: Rank -> where its flight recorder's file is; see watchdog.py.
     flight_recorders: Mapping[int, Path] = field(default_factory=dict)
+    #: The rank from whose debugger a user has ended the job, and its line; None: nobody has.
+    quit_by: tuple[int, str] | None = None
 
     @property
     def first(self) -> Ending | None:
@@ -161,6 +163,11 @@ class Outcome:
         """Whether the ranks have saved because they were asked to stop. Once all have saved, no way in which a rank
         leaves is a failure any more."""
         return self.note is not None
+
+    @property
+    def quit(self) -> str:
+        """Where a user has ended the job by a debugger's ``q``, in words; empty: nobody has."""
+        return "" if self.quit_by is None else "ended at a breakpoint, on rank {} ({})".format(*self.quit_by)
 
     @property
     def completed(self) -> bool:
@@ -180,6 +187,8 @@ def stopped(outcome: Outcome, signum: signal.Signals | None) -> str:
         outcome: how the attempt has ended.
         signum: the first signal that the launcher passed on; None: the ranks got one themselves.
     """
+    if outcome.quit:
+        return outcome.quit
     words = [f"stopped by {'a signal to the ranks' if signum is None else cause(signum)}"]
     if outcome.note is not None:
         words.append(outcome.note.describe())
@@ -252,8 +261,9 @@ def outside_a_step(looks: Mapping[int, Look], signum: signal.Signals, *, left: f
     """
     rank, look = next(iter(looks.items()))
     others = f" ({len(looks) - 1} more outside of a step, too)" if len(looks) > 1 else ""
+    where = f"at a breakpoint ({look.debugged_at})" if look.debugging else f"in {NAMES[look.mark.phase]}"
     return (
-        f"{cause(signum)} came outside of a training step: rank {rank} is in {NAMES[look.mark.phase]}{others}. The "
+        f"{cause(signum)} came outside of a training step: rank {rank} is {where}{others}. The "
         f"ranks save once they come to their next step; those that have not saved in {left:.0f} s are killed, and the "
         "run resumes from its newest checkpoint. Call saved.between_steps() in each turn of a loop that evaluates, so "
         "that it can be left there, or give a longer --grace"
@@ -338,6 +348,13 @@ def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
     return "\n".join(lines)
 
 
+def stopped_for_hang(outcome: Outcome, text: str, seconds: float) -> str:
+    """Report that all ranks were stopped because of a hang; ``text`` is what was said of that, ``seconds`` ago."""
+    lines = [f"this has stood for {seconds:.0f} s, so all ranks were stopped (--on-hang restart):"]
+    lines += [f"  {line}" for line in text.partition("\nNothing was stopped")[0].splitlines()]
+    return "\n".join([*lines, *_flight_recorders(outcome.flight_recorders)])
+
+
 def _flight_recorders(kept: Mapping[int, Path]) -> Iterator[str]:
     """Say where the files of flight recorders are, and what reads them."""
     if kept:
@@ -386,20 +403,26 @@ def _last_lines(log: Path) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []  # the log is named all the same
-    lines = _stack_of_crash(text) or last_lines(text[-_LAST_BYTES:], _LAST_LINES)
+    lines = stack_of_crash(text) or last_lines(text[-_LAST_BYTES:], _LAST_LINES)
     return [f"  {line}" for line in lines]
 
 
-def _stack_of_crash(text: str) -> list[str]:
+def stack_of_crash(text: str) -> list[str]:
     """Return the last stack that Python's faulthandler has written because of a crash, innermost call first, without
-    the frames of libraries; empty: there is none."""
-    _, crash, stack = text.rpartition("Fatal Python error: ")
-    _, current, frames = stack.partition("Current thread ")
-    if not (crash and current):
+    the frames of libraries; empty: there is none. If a thread has crashed that runs no Python, it is the main one's."""
+    _, crash, stacks = text.rpartition(CRASH)
+    if not crash:
         return []
+    first = f"{crash}{stacks.splitlines()[0]}"
+    _, current, frames = stacks.partition("Current thread ")
+    if not current:
+        _, main, frames = stacks.rpartition("\nThread ")  # the main thread comes last
+        if not main:
+            return []
+        first = f"{first}, in a thread that runs no Python; the main thread was here:"
     here = [line for line in frames.partition("\n\n")[0].splitlines() if line.startswith('  File "')]
     users = [line for line in here if not (_IN_LIBRARY.search(line) or is_library(line.split('"')[1]))]
-    return [f"{crash}{stack.splitlines()[0]}", *(users or here)][:_LAST_LINES]
+    return [first, *(users or here)][:_LAST_LINES]
 
 
 def _blamed(message: str) -> str:
@@ -558,7 +581,8 @@ def _rest(ending: Ending, facts: MachineFacts) -> Iterator[str]:
             yield f"a file would be larger than this user's limit, {as_size(limit)} (ulimit -f): a log, a file"
             yield "  raise the limit before the job starts: ulimit -f unlimited"
     if ending.record is None and code is not None and -code in _CRASHES:
-        yield f"  {_CRASHES[signal.Signals(-code)]}; PYTHONFAULTHANDLER=1 shows the line of Python that it came from"
+        yield f"  {_CRASHES[signal.Signals(-code)]}"
+        yield from (f"  {line}" for line in stack_of_crash(ending.crash))
 
 
 def _apart_in_a_crash(first: Ending, endings: Sequence[Ending]) -> Iterator[str]:
@@ -746,6 +770,8 @@ def describe_rank(known: Known, now: float | None) -> list[str]:
 def _doing(known: Known, now: float | None) -> str:
     """Return what a rank does, in words: ``your code for 6 s, after optimizer.step() at train.py:26 in <module>``."""
     look, mark = known.look, known.look.mark
+    if look.debugging:
+        return f"a debugger, at {look.debugged_at}"
     begun = "" if now is None else f" for {now - known.since:.0f} s"
     line = known.stack.users if known.stack is not None else None
     if mark.phase is not Phase.OWN:

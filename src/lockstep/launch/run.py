@@ -25,9 +25,11 @@ from lockstep.launch import closing, processes, report
 from lockstep.launch.channel import CLIENT, Answer, Cleared, Fork, Ready, Started
 from lockstep.launch.closing import JobEnd, LastWord, why_over
 from lockstep.launch.folders import JobFolder
+from lockstep.launch.hangs import ReportedHang
 from lockstep.launch.launcher import Launcher
+from lockstep.launch.notify import Notice
 from lockstep.launch.output import LogFolder, Relay, Streams
-from lockstep.launch.policy import TIME_LIMIT, Failure, Restarts, failure_facts
+from lockstep.launch.policy import HUNG, TIME_LIMIT, Failure, Restarts, failure_facts, hang_facts
 from lockstep.launch.ports import free_port, is_free
 from lockstep.launch.processes import SAVE, STOPPING, SignalArrival, SignalQueue, ignored
 from lockstep.launch.report import Outcome, say
@@ -90,7 +92,7 @@ def run(spec: JobSpec) -> int:
         undo.callback(logs.close)
         recorder = Recorder(logs.make, program=spec.program.words, tell=say)
         file = None if spec.program.text is None else _write_program(Path(folder.path), spec.program.text)
-        launcher = Launcher(spec, spec.round(*master), home=folder.path, recorder=recorder)
+        launcher = Launcher(spec, spec.round(*master), home=folder.path, recorder=recorder, lends=True)
         job = _Run(launcher, logs=logs, signals=signals, file=file)
         undo.callback(job.close)
         code = job.watch()
@@ -209,6 +211,7 @@ class _Run:
         #: The monotonic time by which a client that was told to leave must have left; None: none was told.
         self._patience: float | None = None
         self._told_of_waiting = False
+        self._has_told_of_quit = False
         #: The monotonic time at which the last turn of the loop began to act.
         self._turned = time.monotonic()
         #: The rank whose log the report of the first start's failure has named; None: there is none.
@@ -238,18 +241,27 @@ class _Run:
             if launcher.policy.stopped_by is not None and self._stage in (_Stage.IMPORTING, _Stage.MEETING):
                 self._leave_early(launcher.policy.stopped_by)
         if self._stage is not _Stage.FINISHING:
+            launcher.finish_notices()  # the sweep spares nothing
             launcher.zygote.wait(limit=1.0)  # its exit code, before the sweep reaps it
             processes.sweep(patience=_PATIENCE)  # see Note [No orphans]
         self._drain()
-        code, end, word = self._conclude()
-        for text in launcher.conclude(code, end=end, word=word):
+        code, end, word, told = self._conclude()
+        last = launcher.conclude(code, end=end, word=word)
+        for text in last:
             say(text)
+        launcher.notify(
+            Notice.FAILED if end is RunEnd.FAILED else Notice.ENDED,
+            "\n".join([told or f"the job is over: {end.value}", *last]),
+            code=end.code,
+            exit_code=code,
+        )
         unseen = self._streams.unseen()
         if self._logs.lost:
             say(f"the folder of the ranks' logs, {self._logs.path}, was removed while the job ran")
         elif unseen and unseen != [self._named]:
             say(report.unseen(unseen, self._logs.path))
         self._drain()
+        launcher.finish_notices()
         return code
 
     def close(self) -> None:
@@ -282,6 +294,9 @@ class _Run:
             self._hear_others(self._others, ready, now)
         self._relay.pump({fd for fd in ready if isinstance(fd, int)}, now)
         launcher.act(now)
+        if launcher.policy.has_quit:
+            self._tell_of_quit()
+        self._screen.release()
         if self._warn_at is not None and now >= self._warn_at:
             self._warn_of_those_outside_a_step(now)
 
@@ -331,6 +346,13 @@ class _Run:
         self._announce(signum)
         self._launcher.apply(self._launcher.policy.signalled(signum, delivered=delivered, now=now))
 
+    def _tell_of_quit(self) -> None:
+        """Tell the other machines once that a user has ended the job from a debugger."""
+        node = self._launcher.attempt.round.node_rank
+        if self._others is not None and not self._has_told_of_quit:
+            self._others.end(End(Verdict(EndKind.STOPPED, node, signum=signal.SIGINT).to_json()))
+        self._has_told_of_quit = True
+
     # From one attempt to the next --------------------------------------------------------------------------------
 
     def _begin(self) -> None:
@@ -352,6 +374,8 @@ class _Run:
                 job["shared"] = True
             if self._file is not None:
                 job["file"] = str(self._file)
+            if self._spec.hold:
+                job["held"] = True
             fds = self._streams.open(local_rank, rank)
             if self._streams.log(local_rank) is not None:
                 job["logged"] = True
@@ -382,22 +406,17 @@ class _Run:
         node = attempt.round.node_rank
         outcome = attempt.outcome(self._streams)
         first = outcome.first
+        hung = attempt.stopped_for if first is None else None
         kind = why_over(
-            stopped_by=policy.stopped_by, failing=policy.failing, failed=first is not None, saved=outcome.saved
+            stopped_by=policy.stopped_by, failing=policy.failing, failed=bool(first or hung), saved=outcome.saved
         )
+        if hung is not None and kind is EndKind.FAILED:
+            return self._judge_hang(hung, outcome)
         if first is None or kind is not EndKind.FAILED:
             return Verdict(kind, node, signum=(policy.stopped_by or 0) if not policy.failing else 0)
         step, taken = attempt.steps(first.rank)
         failure = Failure.of(first, step=step, taken=taken, out_of_memory=outcome.out_of_memory)
-        again, what_now = False, ""
-        if policy.failing and policy.stopped_by is None and not policy.gave_up:
-            refusal = restarts.refusal(failure)
-            again = refusal is None
-            what_now = (
-                report.restarted(restarts.used, restarts.limit)
-                if refusal is None
-                else report.not_restarted(refusal, failure, limit=restarts.limit)
-            )
+        again, what_now = self._ask_for_restart(restarts, failure)
         return Verdict(
             kind,
             node,
@@ -409,6 +428,33 @@ class _Run:
             history=restarts.history,
             failure=failure_facts(first, step=step, taken=taken, out_of_memory=outcome.out_of_memory),
         )
+
+    def _judge_hang(self, hung: ReportedHang, outcome: Outcome) -> Verdict:
+        """Return the verdict on an attempt whose ranks were stopped because one held up the others."""
+        attempt, restarts = self._launcher.attempt, copy.copy(self._restarts)
+        rank = next((rank for rank in hung.verdict.late if rank in attempt.local_rank), next(iter(attempt.local_rank)))
+        step, taken = attempt.steps(rank)
+        again, what_now = self._ask_for_restart(restarts, Failure.of_hang(rank, step=step, taken=taken))
+        return Verdict(
+            EndKind.FAILED,
+            attempt.round.node_rank,
+            report.stopped_for_hang(outcome, hung.text, self._spec.on_hang.seconds),
+            again=again,
+            what_now=what_now,
+            exit_code=HUNG,
+            history=restarts.history,
+            failure=hang_facts(rank, step=step, taken=taken),
+        )
+
+    def _ask_for_restart(self, restarts: Restarts, failure: Failure) -> tuple[bool, str]:
+        """Return whether the job starts again after ``failure``, which uses up a restart, and what to say of that."""
+        policy = self._launcher.policy
+        if not policy.failing or policy.stopped_by is not None or policy.gave_up:
+            return False, ""
+        refusal = restarts.refusal(failure)
+        if refusal is None:
+            return True, report.restarted(restarts.used, restarts.limit)
+        return False, report.not_restarted(refusal, failure, limit=restarts.limit)
 
     def _settle(self, verdict: Verdict) -> None:
         """Start again or finish, now that this machine's ranks have ended and it is known why."""
@@ -488,7 +534,8 @@ class _Run:
         self._relay.pump(set(), time.monotonic())
         if verdict.kind is EndKind.LOST:
             verdict = replace(verdict, what_now="all ranks start again when there are enough machines")
-        self._say_verdict(verdict)
+        told = self._say_verdict(verdict)
+        self._launcher.notify(Notice.RESTART, told, code=verdict.failure.get("code"))
         if self._others is None:
             round_ = self._spec.round(*_master(self._spec), number=attempt.round.number + 1)
             self._logs.restart = self._launcher.renew(round_).number
@@ -685,9 +732,12 @@ class _Run:
                 return  # nobody reads, and the user has had enough
             self._relay.pump({fd for fd in ready if isinstance(fd, int)}, time.monotonic())
 
-    def _conclude(self) -> tuple[int, RunEnd, str]:
-        """Say how the job ended, unless all is well, and return its exit code, how it ended, and what was said of it;
-        empty: what the verdict said, or nothing.
+    def _conclude(self) -> tuple[int, RunEnd, str, str]:
+        """Say how the job ended, unless all is well.
+
+        Returns:
+            Its exit code; how it ended; what was said of it, empty: what the verdict said, or nothing; and the same
+            with what the verdict said.
         """
         launcher, policy, verdict = self._launcher, self._launcher.policy, self._verdict
         outcome = launcher.attempt.outcome(self._streams)
@@ -696,7 +746,7 @@ class _Run:
         if verdict is None and outcome.first is not None:  # the zygote has ended as well, so nothing starts again
             verdict = self._judge()
         closed = closing.decide(self._end(verdict, outcome))
-        text = once = ""
+        text = once = told = ""
         match closed.word:
             case LastWord.NOT_STARTED:
                 text = report.not_started(launcher.broken or "")
@@ -709,15 +759,15 @@ class _Run:
             case LastWord.VERDICT | LastWord.VERDICT_AND_ZYGOTE_LOST if verdict is not None:
                 # A signal, or the end of the zygote, may have come before what was to come of it.
                 is_final = self._verdict is not None and not verdict.again
-                self._say_verdict(verdict if is_final else replace(verdict, what_now=""))
+                told = self._say_verdict(verdict if is_final else replace(verdict, what_now=""))
         if text:
             say(text, once=once)
         if closed.exit_code is not None:
-            return closed.exit_code, closed.end, text
+            return closed.exit_code, closed.end, text, text or told
         code = launcher.zygote.wait(limit=1.0)
         text = report.lost(launcher.zygote.pid, code)
         say(text)
-        return 128 - code if code is not None and code < 0 else 1, closed.end, text
+        return 128 - code if code is not None and code < 0 else 1, closed.end, text, text
 
     def _own_cause(self, text: str) -> str:
         """Put this machine's own failure before the failure that it caused on another machine, whose ranks ended first,
@@ -727,14 +777,14 @@ class _Run:
             return text
         return f"{report.describe(outcome)}\nand its consequence {text}"
 
-    def _say_verdict(self, verdict: Verdict) -> None:
-        """Say why an attempt is over, and what comes of it."""
+    def _say_verdict(self, verdict: Verdict) -> str:
+        """Say why an attempt is over, and what comes of it; return what was said."""
         round_ = self._launcher.attempt.round
         text, mine = verdict.text, True
         if verdict.kind is EndKind.FAILED:
             mine = verdict.node == round_.node_rank
-            if mine:
-                outcome = self._launcher.attempt.outcome(self._streams)
+            outcome = self._launcher.attempt.outcome(self._streams)
+            if mine and outcome.first is not None:
                 text = report.describe(outcome)
                 self._named = report.log_named_by(outcome) if self._launcher.attempt.number == 0 else None
             if not mine or self._spec.one_terminal:
@@ -749,3 +799,4 @@ class _Run:
             {"failure": verdict.failure, "again": bool(verdict.again and verdict.what_now)} if verdict.failure else {}
         )
         self._launcher.recorder.event(verdict.kind.value, text, **about)
+        return text

@@ -28,9 +28,25 @@ class RunScreen:
         self._launcher, self._streams, self._relay = launcher, streams, relay
         #: (Start, rank) -> the rank's note on its lines when the launcher last wrote.
         self._ended: dict[tuple[int, int], int] = {}
+        #: Messages that wait until nobody is at a prompt.
+        self._kept: list[str] = []
 
     def show(self, text: str) -> None:
-        """Show a message on lines of its own."""
+        """Show a message on lines of its own, but while a rank prompts in a debugger: then after it."""
+        if self._launcher.attempt.lender.prompting:
+            self._kept.append(text)
+        else:
+            self.release()
+            self._show(text)
+
+    def release(self) -> None:
+        """Show the messages that have waited for a prompt, if it is over."""
+        if self._kept and not self._launcher.attempt.lender.prompting:
+            kept, self._kept = self._kept, []
+            for text in kept:
+                self._show(text)
+
+    def _show(self, text: str) -> None:
         sink = self._relay.sink(error_sink())
         if sink is not None and not sink.broken:
             sink.push(_LAUNCHER, b"", f"{text}\n".encode(errors="backslashreplace"))

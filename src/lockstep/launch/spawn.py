@@ -124,7 +124,7 @@ class SpawnContext:
         preparation = multiprocessing_spawn.get_preparation_data("rank")
         _check_main(preparation)
         self._by_value = _is_typed(fn, preparation)
-        self._ranks = CalledRanks(["lockstep.spawn", self._name], nprocs)
+        self._ranks = CalledRanks(["lockstep.spawn", self._name], nprocs, lends=True)
         try:
             self._fork(preparation, fn, args)
         except BaseException:

@@ -21,6 +21,7 @@ from lockstep import knobs
 from lockstep._files import local_path
 from lockstep.errors import EnvironmentMismatch
 from lockstep.launch.binding import Bind
+from lockstep.launch.on_hang import HangAction, OnHang
 from lockstep.rendezvous.messages import Options, Round
 from lockstep.schedulers.place import node as scheduler_node
 from lockstep.text import counted, joined
@@ -97,6 +98,10 @@ class JobSpec:
     grace: float = DEFAULT_GRACE
     #: Seconds by which the ranks have saved and the job ends; None: no limit.
     max_time: float | None = None
+    #: What is done about ranks that hold up the others, besides the report.
+    on_hang: OnHang = field(default_factory=OnHang)
+    #: The command, for a shell, that is told what becomes of the job; None: there is none.
+    notify: str | None = None
     #: True if the summary at the end is left out.
     quiet: bool = field(default_factory=knobs.quiet)
     #: The price of a node per hour, from which the summary computes the cost; None: not known.
@@ -116,6 +121,8 @@ class JobSpec:
     regroup_after: float = DEFAULT_REGROUP_AFTER
     #: True if the output of all machines' launchers is shown in one place, so that the job has one first rank.
     one_terminal: bool = False
+    #: True if the first rank that fails is held in its frame for a debugger.
+    hold: bool = False
 
     def __post_init__(self) -> None:
         if self.log_dir is not None:
@@ -137,8 +144,14 @@ class JobSpec:
                 f"--max-time={self.max_time:g} s: expected more than --grace={self.grace:g} s, since the ranks are "
                 "asked to save that long before its end"
             )
+        if self.notify is not None and not self.notify.strip():
+            raise ValueError(f"--notify={self.notify!r}: expected a command, which a shell runs")
         if self.max_restarts < 0:
             raise ValueError(f"--max-restarts={self.max_restarts}: expected 0 or more")
+        if self.on_hang.action is HangAction.RESTART and not self.max_restarts:
+            raise ValueError(
+                "--on-hang=restart starts the ranks again as after a failure, which --max-restarts allows: give both"
+            )
         if self.max_restarts and self.nnodes > 1:
             raise ValueError(
                 f"--max-restarts={self.max_restarts} with --nnodes={self.nnodes}: the launchers of several machines "

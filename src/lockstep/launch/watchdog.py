@@ -20,6 +20,7 @@ tells that it was a time limit.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -38,6 +39,7 @@ _COLLECTIVES = "2000"
 _PLACE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _DUMPS = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
+_PIPES = ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE",)
 #: Bytes at the end of a log in which the words are looked for; the C++ stacks after them are some thousands.
 _LAST_BYTES = 1 << 17
 
@@ -58,8 +60,29 @@ def variables(folder: str | Path, env: Mapping[str, str] = os.environ) -> dict[s
         folder: that folder.
         env: the launcher's; what the user has set there stays.
     """
-    wanted = ((_PLACE, str(JobFiles(folder).flight_recorders)), (_SIZE, _COLLECTIVES), (_DUMPS, "1"))
+    files = JobFiles(folder)
+    wanted = (
+        (_PLACE, str(files.flight_recorders)),
+        (_SIZE, _COLLECTIVES),
+        (_DUMPS, "1"),
+        (_PIPES, str(files.flight_recorder_pipes)),
+    )
     return {names[0]: value for names, value in wanted if not any(name in env for name in names)}
+
+
+def ask_flight_recorders(files: JobFiles) -> None:
+    """Ask the flight recorders of a start's ranks, where they have some, to write their files now.
+
+    A thread of torch's process group over NCCL listens at a named pipe of its rank, and writes at its next look, so the
+    files come later; they are kept when their ranks end.
+    """
+    for pipe in files.flight_recorder_pipes.parent.glob(f"{files.flight_recorder_pipes.name}*.pipe"):
+        with contextlib.suppress(OSError):  # nobody listens any more
+            fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                os.write(fd, b"1\n")
+            finally:
+                os.close(fd)
 
 
 @dataclass(frozen=True)

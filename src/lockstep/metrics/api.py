@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -25,8 +25,11 @@ _EVERY = 50
 class LoggedRun(Protocol):
     """The part of a Checkpointer that a log needs."""
 
-    folder: Path
-    step: int
+    @property
+    def folder(self) -> PurePath: ...
+
+    @property
+    def step(self) -> int: ...
 
     def _add_follower(self, follower: Any) -> None: ...
 
@@ -98,6 +101,11 @@ class Log:
         elif hasattr(run, "_add_follower"):
             if after is not None:
                 raise ValueError(f"after={after}: the Checkpointer knows which step the run resumes from")
+            if not isinstance(run.folder, Path):
+                raise ValueError(
+                    f"run: the checkpoints are in a store, {run.folder}, and a log is a file of this machine: give "
+                    "lockstep.Log a path"
+                )
             self._run, path = run, run.folder / NAME
             check = _check_of(run)
         else:

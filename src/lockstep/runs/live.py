@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep import _proc
 from lockstep.job.files import JobFiles
-from lockstep.job.page import NAMES, Cell, Mark, Pages, Phase
+from lockstep.job.page import NAMES, Cell, Look, Pages, Phase
 from lockstep.job.throughput import Throughput
 from lockstep.runs import history
 from lockstep.runs.history import Run, UnknownRun
@@ -128,7 +128,7 @@ class Live:
                 Row(
                     rank,
                     self._pids.get(rank),
-                    self._state(rank) or _doing(look.mark, look.waits_in),
+                    self._state(rank) or _doing(look),
                     max(0, steps - 1),
                     (last.steps[rank] - first.steps[rank]) / passed,
                     spent[Phase.WAIT] / whole,
@@ -191,5 +191,7 @@ def _last_line(path: str) -> dict[str, Any] | None:
     return line if isinstance(line, dict) and {"step", "time"} <= line.keys() else None
 
 
-def _doing(mark: Mark, waits_in: str) -> str:
-    return f"waits in {waits_in}" if mark.waiting and waits_in else NAMES[mark.spends]
+def _doing(look: Look) -> str:
+    if look.debugging:
+        return f"in a debugger at {look.debugged_at}"
+    return f"waits in {look.waits_in}" if look.mark.waiting and look.waits_in else NAMES[look.mark.spends]

@@ -17,9 +17,23 @@ from lockstep._files import write_whole
 from lockstep.codes import CodedEnum
 from lockstep.job.account import Progress
 from lockstep.job.files import EXIT_SAVED
-from lockstep.job.notes import CHECKPOINT, COSTS, FLOPS, LEFT_OUT, LOG, NONFINITE, UNWRITTEN, Notes, unwritten
+from lockstep.job.notes import (
+    CHECKPOINT,
+    COSTS,
+    DIGESTS,
+    FLOPS,
+    LEFT_OUT,
+    LOADER,
+    LOG,
+    NONFINITE,
+    PASS,
+    UNWRITTEN,
+    Notes,
+    unwritten,
+)
 from lockstep.job.page import Phase
 from lockstep.job.summary import RunSummary
+from lockstep.runs import digests, loaders
 from lockstep.runs.homes import reference
 from lockstep.runs.series import SeriesWriter
 from lockstep.text import counted
@@ -202,6 +216,11 @@ class Recorder:
         return remarks_of(self._about)
 
     @property
+    def folder(self) -> Path | None:
+        """The folder of the run's logs; None: there is none yet."""
+        return self._folder
+
+    @property
     def clock(self) -> float:
         """When the run began, on the monotonic clock: moments of the record count from then."""
         return self._clock
@@ -275,6 +294,11 @@ class Recorder:
             elif note["is"] == COSTS:
                 known = self._about.setdefault("costs", dict.fromkeys(COST_SUMS, 0))
                 known.update((name, known[name] + note[name]) for name in COST_SUMS)
+            elif note["is"] in (LOADER, PASS) and self._start is not None:
+                add = loaders.add_loader if note["is"] == LOADER else loaders.add_pass
+                add(self._start.setdefault("loaders", []), note)
+            elif note["is"] == DIGESTS and self._start is not None:
+                digests.add_digests(self._start, note)
             elif note["is"] == UNWRITTEN:
                 self._tell(unwritten(note["rank"], note["why"]))
         return bool(notes)

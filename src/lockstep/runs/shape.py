@@ -65,6 +65,25 @@ _EVENT = _Object(
         "failure": _OrNone(_FAILURE),
     },
 )
+_PASS = _Object(
+    dict.fromkeys(("step", "epoch", "batch", "samples"), _WHOLE),
+    {"first": _Many(_WHOLE), **dict.fromkeys(("steps", "batches", "again"), _WHOLE)},
+)
+_LOADER = _Object(
+    {
+        "loader": _WHOLE,
+        "order": _TEXT,
+        **dict.fromkeys(("length", "batch_size", "slices"), _OrNone(_WHOLE)),
+        "seed": _WHOLE,
+        "drop_last": _FLAG,
+        "shares": _OrNone(_Many(_NUMBER)),
+        "runs": _OrNone(_Many(_Many(_WHOLE))),
+        **dict.fromkeys(("costs", "drawn_by"), _OrNone(_TEXT)),
+        "dataset": _TEXT,
+        "passes": _Many(_PASS),
+    },
+    {"until": _WHOLE},
+)
 _START = _Object(
     {"number": _WHOLE, "at": _NUMBER, "world_size": _WHOLE},
     {
@@ -74,6 +93,8 @@ _START = _Object(
         "machines": _OrNone(_Many(_Many((str, int)))),
         **dict.fromkeys(("steps", "restarts"), _WHOLE),
         "before": _OrNone(_WHOLE),
+        "loaders": _Many(_LOADER),
+        "digests": _Named(_Many(_TEXT)),
     },
 )
 _RANKS = _Named(_Object({"seconds": _NUMBERS}, {"memory": _OrNone(_NUMBER)}))

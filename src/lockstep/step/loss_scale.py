@@ -5,7 +5,7 @@ Note [Loss scale]
 float16 has no numbers below 6e-8, where many gradients lie. So the loss is multiplied by a large factor before
 backward, and the gradients are divided by it before anything else sees them. If one of them is infinite or NaN the
 factor was too large: the step is left out and the factor halved. After 2000 steps in a row that were taken it is
-doubled. Factor and rule are those of :class:`torch.amp.GradScaler`, with its defaults, so the same program comes to the
+doubled. Factor and rule are those of ``torch.amp.GradScaler``, with its defaults, so the same program comes to the
 same bits with either. All factors are powers of two, which change no digit of a gradient.
 
 There is one loss scale for all models of a process, since one loss may come through several of them. ``ddp`` uses it

@@ -35,6 +35,7 @@ from lockstep.comm.shm.rounds import SLICE
 from lockstep.comm.shm.segment import Segment
 from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.job import flight
+from lockstep.job.patience import Patience
 
 #: Seconds the group's thread leaves to a caller who may be about to wait.
 _GRACE = 2e-3
@@ -249,6 +250,13 @@ class Matching:
                 return
         self._open.append(receiving)
 
+    def excuse(self, seconds: float) -> None:
+        """Give what is in flight so many seconds more."""
+        works = [*(each.work for each in self.sends()), *(each.work for each, _ in self.receives())]
+        for work in works:
+            if work.shm_deadline is not None:
+                work.shm_deadline += seconds
+
     def sends(self) -> Iterator[Sending]:
         """Yield the sends that are not complete."""
         for queue in self._sends:
@@ -366,6 +374,7 @@ class Messages:
         self._finished: deque[MessageWork] = deque()
         #: The time of the last check whether the messages in flight can still complete.
         self._looked = 0.0
+        self._patience = Patience()
         self._thread: threading.Thread | None = None
         self._closing = False
 
@@ -514,6 +523,8 @@ class Messages:
     def _look(self, now: float) -> None:
         """End what can't complete any more. Called once in a slice."""
         with self._condition:
+            if excused := self._patience.excused(now):
+                self._matching.excuse(excused)
             if self._matching.pending():
                 error = self._health.known() or self._lost() or self._late(now)
                 if error is not None:

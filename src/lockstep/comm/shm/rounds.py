@@ -42,6 +42,7 @@ from lockstep.comm.shm.layout import BUFFERS, Layout
 from lockstep.comm.shm.segment import Segment
 from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.job import flight
+from lockstep.job.patience import Patience
 
 #: Seconds between two looks at the health of the group while a rank sleeps.
 SLICE = 0.05
@@ -231,7 +232,7 @@ class Rounds:
 
     def _sleep(self, pending: list[tuple[int, int]]) -> None:
         """Take the tokens that are not there yet, and sleep until they come."""
-        begun = time.monotonic()
+        begun, patience = time.monotonic(), Patience()
         what = fingerprint.describe(self._current)
         with flight.waiting(what):
             while pending:
@@ -241,7 +242,9 @@ class Rounds:
                     continue
                 self._look(pending, what)
                 pending = [each for each in pending if semaphore.trywait(each[1]) != 0]
-                over = time.monotonic() - begun >= self._timeout or (self._fresh and self._health.asked())
+                now = time.monotonic()
+                begun += patience.excused(now)
+                over = now - begun >= self._timeout or (self._fresh and self._health.asked())
                 if pending and over:
                     raise self._health.late(what, self._timeout, [peer for peer, _ in pending])
 

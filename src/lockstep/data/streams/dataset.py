@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.data import (
 
 from lockstep.data.fetch import COLLATE, Collate, Fetched, copied, own_generators
 from lockstep.data.mixing import mix
+from lockstep.data.seeding import OwnNumbers
 from lockstep.data.streams.reading import Samples, StatefulReading, StreamBatch, StreamMark, has_state, read_by_counting
 from lockstep.job.trace import BatchTimes
 from lockstep.job.workers import AtWork
@@ -37,13 +39,13 @@ class StreamCut(Protocol):
         """
         ...
 
-    def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:
+    def batch(self, read: StreamBatch, collate: Collate, *, seed: int) -> Fetched:
         """Return what this rank has of a batch, collated, and how to go on after it.
 
         Args:
             read: what was read for it.
             collate: the DataLoader's.
-            seed: what ``collate`` draws from; None: it is not seeded.
+            seed: what ``collate`` draws from.
         """
         ...
 
@@ -91,20 +93,20 @@ class StreamDataset(IterableDataset[Fetched]):
         worker, cut = get_worker_info(), self._cut
         number = worker.id if worker else 0
         key = mix(int(self._pass[0]), number)
-        batches, drawn = self._batches(key, number), None
+        batches, numbers = self._batches(key, number), OwnNumbers()
         kept: list[Any] = []
         while True:
-            with own_generators(self._seeded):
-                read = next(batches, None)
+            with own_generators(True):
+                with nullcontext() if self._seeded else numbers.drawing():
+                    read = next(batches, None)
                 if read is None or (read.samples and self._drop_last and len(read.samples) < cut.samples):
                     break
                 kept = kept or [*map(copied, read.samples[:1])]  # (before it is collated)
-                if self._seeded:
-                    drawn = mix(cut.key_at(key, read.position), read.position, COLLATE)
-                item = cut.batch(read, self._collate, seed=drawn)
+                seed = mix(cut.key_at(key, read.position), read.position, COLLATE)
+                item = cut.batch(read, self._collate, seed=seed)
             yield item
         if kept and not self._drop_last:
-            with own_generators(self._seeded):
+            with own_generators(True):
                 end = cut.after_last(kept[0], self._collate)
             if end is not None:
                 yield end
@@ -120,7 +122,7 @@ class StreamDataset(IterableDataset[Fetched]):
         self._marks, self._marks_are_of = begun._marks, begun._marks_are_of
 
     def _samples(self, key: int) -> Samples:
-        return Samples(self._cut, key=key, seeded=self._seeded, at_work=self.at_work)
+        return Samples(self._cut, key=key, epoch_key=int(self._pass[0]), seeded=self._seeded, at_work=self.at_work)
 
     def _batches(self, key: int, worker: int) -> Iterator[StreamBatch]:
         samples = self._samples(key)

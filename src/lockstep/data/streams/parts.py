@@ -22,7 +22,8 @@ loops are at different batches find out there; and a rank that could not read it
 same error in the same step.
 
 A rank without a single sample has no batch to take shapes from, and is nearly always a mistake (more ranks than files),
-so it is named on all ranks. Two ranks whose first batches are the same read the same, and are named, too.
+so it is named on all ranks. Two ranks whose first batches are the same read the same, and are named, too (unless
+samples are objects of which nothing can be read).
 
 A position counts the global batches. At a resume each rank passes over as many of its own, so it must be the same rank
 of as many, with as many workers. The states of datasets that have one (Note [States of streams] in ``reading.py``) are
@@ -178,8 +179,9 @@ class PartPass:
         without = [rank for rank, each in enumerate(prints) if each is None]
         if without and len(without) < len(prints):
             raise LockstepError(self._words_on_nothing(without))
-        # (What is passed over by a state has been compared with what came when the state was saved.)
-        known = [each for each in prints if each not in (None, PASSED_OVER)]
+        # (What is passed over by a state has been compared with what came when the state was saved; nothing is known of
+        # what has an empty fingerprint.)
+        known = [each for each in prints if each not in (None, PASSED_OVER, "")]
         repeated = next((each for each in known if known.count(each) > 1), None)
         if repeated is not None:
             same = [rank for rank, each in enumerate(prints) if each == repeated]

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, Protocol
 from lockstep.data.contents import fingerprint
 from lockstep.data.mixing import mix
 from lockstep.data.seeding import seed_generators
+from lockstep.data.streams import pipes
 from lockstep.errors import CheckpointMismatch, named
 from lockstep.job.workers import AtWork
 
@@ -78,24 +79,25 @@ class Rule(Protocol):
 
 
 class Samples:
-    """Takes samples out of a stream, each seeded.
+    """Takes samples out of a stream, seeded; see Note [Sample seeds] in ``data/seeding.py``.
 
     Args:
         rule: how many at a time, and from what they are seeded.
         key: that of the epoch and the worker.
-        seeded: whether they are seeded at all.
+        epoch_key: that of the epoch, the same for all workers.
+        seeded: whether each of them is; the first two always are.
         at_work: told which sample is read.
     """
 
-    def __init__(self, rule: Rule, *, key: int, seeded: bool, at_work: AtWork | None) -> None:
-        self._rule, self._key, self._seeded, self._at_work = rule, key, seeded, at_work
+    def __init__(self, rule: Rule, *, key: int, epoch_key: int, seeded: bool, at_work: AtWork | None) -> None:
+        self._rule, self._key, self._epoch_key, self._seeded, self._at_work = rule, key, epoch_key, seeded, at_work
         #: The number of samples of a full batch.
         self.full = rule.samples
 
     def open(self, dataset: Iterable[Any]) -> Iterator[Any]:
         """Begin to read a dataset."""
-        if self._seeded:
-            seed_generators(mix(self._key, _OPEN_STREAM))
+        seed_generators(mix(self._key, _OPEN_STREAM))
+        pipes.set_up(dataset, seed=mix(self._epoch_key, _OPEN_STREAM))
         return iter(dataset)
 
     def take(self, stream: Iterator[Any], position: int) -> list[Any]:
@@ -109,7 +111,8 @@ class Samples:
 
     def _seeding(self, stream: Iterator[Any], position: int) -> Iterator[Any]:
         while True:
-            if self._seeded:
+            # (The first one may decide how a stream splits itself by rank, so ranks that read parts draw alike for it.)
+            if self._seeded or position < 2:
                 seed_generators(mix(self._rule.key_at(self._key, position), position))
             if self._at_work is not None:
                 self._at_work.note(position)
@@ -188,22 +191,29 @@ class StatefulReading:
     def _continued(self, mark: StreamMark) -> tuple[Any, Iterator[Any], list[Any]] | None:
         """Return a copy of the dataset in the state of ``mark``, how it is read, and its next batch; None: the state
         does not lead to that, of which the user is warned."""
+        if mark.following:
+            found, why = self._by_state(mark)
+        else:
+            found, why = None, "leads to objects of which nothing can be read to compare them with what comes next"
+        if found is None:
+            self._warning = (
+                f"the saved state of {type(self._dataset).__name__} {why}, so it is not used: the stream is read from "
+                f"the beginning of the epoch, and {mark.samples} samples are passed over"
+            )
+        return found
+
+    def _by_state(self, mark: StreamMark) -> tuple[tuple[Any, Iterator[Any], list[Any]] | None, str]:
+        """Do as :meth:`_continued`, and return the reason instead of warning."""
         try:
             dataset = copy.deepcopy(self._dataset)
             dataset.load_state_dict(json.loads(mark.state))
             stream = self._samples.open(dataset)
             taken = self._samples.take(stream, mark.samples)
         except Exception as error:  # noqa: BLE001  (whatever a state leads to: there is another way, and it is said)
-            why = f"could not be used ({named(error)})"
-        else:
-            if taken and fingerprint(taken) == mark.following:
-                return dataset, stream, taken
-            why = "led to other samples than came next before the interruption"
-        self._warning = (
-            f"the saved state of {type(self._dataset).__name__} {why}, so it is not used: the stream is read from the "
-            f"beginning of the epoch, and {mark.samples} samples are passed over"
-        )
-        return None
+            return None, f"could not be used ({named(error)})"
+        if taken and fingerprint(taken) == mark.following:
+            return (dataset, stream, taken), ""
+        return None, "led to other samples than came next before the interruption"
 
     def _compare(self, counted: StreamMark, mark: StreamMark) -> None:
         if (counted.samples, counted.following) == (mark.samples, mark.following):

@@ -18,9 +18,8 @@ lost. So in the first pass of a loader each other rank reads one sample of the s
 first that the leader has read; where they differ, the comparison of the first batches fails, as it does where all read.
 
 All ranks read, each for itself, where the ranks can't be connected, and from the batch on that holds what can't be
-packed: the others begin the stream anew, and pass over what they had. So do they where samples are not seeded and there
-are no workers, from the batch on for which the stream draws from the common generators: all ranks have to advance these
-alike. What comes of it is what would have come if all had read from the start, since nothing was drawn until then.
+packed: the others begin the stream anew, and pass over what they had. Their first batch must be that of the leader, or
+a dataset that counts its passes by itself would go on with other samples on each rank.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from lockstep.comm.world import World
 from lockstep.data.contents import fingerprint
 from lockstep.data.fetch import Collate, Fetched, copied
 from lockstep.data.inner import loader_like, naming_dead_workers
-from lockstep.data.seeding import preserved_generators, without_drawing
+from lockstep.data.seeding import preserved_generators
 from lockstep.data.source import Shardable
 from lockstep.data.streams.dataset import StreamCut, StreamDataset
 from lockstep.data.streams.reading import StreamBatch, has_state, read_by_counting
@@ -50,17 +49,12 @@ from lockstep.trees import map_leaves
 
 #: Batches that the leader hands over before another rank has taken the first of them.
 _AHEAD = 2
-#: Why every rank reads a stream that draws unseeded.
-_DRAWN = (
-    "it draws from the generators of Python, NumPy or torch, which all ranks have to advance alike: with "
-    "seed_samples=True, or with workers, it is read once a machine"
-)
 #: The most characters of a traceback that are handed over.
 _LONGEST = 20_000
 
 
 def shared(
-    own: DataLoader[Fetched], world: World, source: Shardable, cut_of: Callable[..., StreamCut | None], *, seeded: bool
+    own: DataLoader[Fetched], world: World, source: Shardable, cut_of: Callable[..., StreamCut | None]
 ) -> DataLoader[Fetched] | SharedStream:
     """Return what reads a stream once a machine, or ``own`` where there is one rank, or no stream that is read whole.
 
@@ -69,11 +63,10 @@ def shared(
         world: all ranks.
         source: the settings.
         cut_of: what ``rank=`` makes of the samples.
-        seeded: whether samples are seeded.
     """
     if world.world_size == 1 or source.order != "stream" or not source.is_read_whole:
         return own
-    return SharedStream(own, world, cut_of, seeded=seeded, drop_last=source.drop_last)
+    return SharedStream(own, world, cut_of, drop_last=source.drop_last)
 
 
 class LeaderCut:
@@ -87,23 +80,28 @@ class LeaderCut:
     def __init__(self, own: StreamCut, others: Sequence[StreamCut]) -> None:
         self._own, self._others = own, others
         self.samples, self.key_at, self.after_last = own.samples, own.key_at, own.after_last
+        #: Why the others read by themselves, once something could not be packed; their shares are not made then.
+        self._why_not = ""
 
-    def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:
+    def batch(self, read: StreamBatch, collate: Collate, *, seed: int) -> Fetched:
         """See :class:`~lockstep.data.streams.dataset.StreamCut`."""
         worker = get_worker_info()
         # The first sample of worker 0 is the one that the other ranks look at.
         is_first = read.samples and not read.position and (worker is None or not worker.id)
         looked_at = fingerprint(read.samples[:1]) if is_first else None
         own = self._own.batch(read, collate, seed=seed)
+        if self._why_not:
+            return own._replace(parcel=self._why_not)
         shares = [cut.batch(read, collate, seed=seed) for cut in self._others]
         try:
             # (The first fingerprint is that of samples which no collate_fn has seen.)
             parcel = Parcel.of([(share._replace(fingerprint=own.fingerprint), looked_at) for share in shares])
         except Unpackable as error:
-            return own._replace(
-                parcel=f"its batches have {error}, which can't be handed from process to process: let the collate_fn "
+            self._why_not = (
+                f"its batches have {error}, which can't be handed from process to process: let the collate_fn "
                 "return tensors, arrays, numbers and texts, and it is read once a machine"
             )
+            return own._replace(parcel=self._why_not)
         return own._replace(parcel=parcel)
 
 
@@ -135,7 +133,7 @@ class _OneSample:
     def key_at(self, key: int, position: int) -> int:  # noqa: ARG002  (as the protocol has it)
         return key
 
-    def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:  # noqa: ARG002
+    def batch(self, read: StreamBatch, collate: Collate, *, seed: int) -> Fetched:  # noqa: ARG002
         return Fetched(None, 0, 0, fingerprint=fingerprint(read.samples))
 
     def after_last(self, sample: Any, collate: Collate) -> Fetched | None:  # noqa: ARG002
@@ -168,7 +166,6 @@ class SharedStream:
         own: the DataLoader by which this rank reads by itself.
         world: all ranks.
         cut_of: what ``rank=`` makes of the samples.
-        seeded: whether samples are seeded.
         drop_last: whether a last batch of fewer samples is dropped.
     """
 
@@ -178,12 +175,11 @@ class SharedStream:
         world: World,
         cut_of: Callable[..., StreamCut | None],
         *,
-        seeded: bool,
         drop_last: bool,
     ) -> None:
         assert isinstance(own.dataset, StreamDataset)
         self._own, self._world, self._cut_of = own, world, cut_of
-        self._may_draw, self._drop_last = not (seeded or own.num_workers), drop_last
+        self._drop_last = drop_last
         self.dataset, self.num_workers, self.prefetch_factor = own.dataset, own.num_workers, own.prefetch_factor
         #: False once it is known that each rank has to read by itself.
         self._is_shared = True
@@ -223,13 +219,11 @@ class SharedStream:
         taken = dict.fromkeys(local.members[1:], 0)
         ended: Stopped | None = None
         try:
-            for fetched, why in self._reading(local):
-                if ended is None and why:
+            for fetched in self._reading(local):
+                if ended is None and isinstance(fetched.parcel, str):
                     ended = Stopped("by all", number)
                     _tell(local, ended)
-                    self._read_by_all(local, why)
-                if fetched is None:
-                    break
+                    self._read_by_all(local, fetched.parcel)
                 if ended is None and isinstance(fetched.parcel, Parcel):
                     for share, line in enumerate(local.lines):
                         self._make_room(line, taken, number)
@@ -248,19 +242,14 @@ class SharedStream:
                 _tell(local, Stopped("failed", number, class_name(error), tracebacks.users_text(error)[-_LONGEST:]))
             raise
 
-    def _reading(self, local: LocalRanks) -> Iterator[tuple[Fetched | None, str]]:
-        """Read for all ranks of this machine: yield each batch, and why every rank has to read it by itself; empty if
-        it has not. At the end there may be such a reason alone."""
+    def _reading(self, local: LocalRanks) -> Iterable[Fetched]:
+        """Return what is read for all ranks of this machine."""
         if self._reader is None:
             own, *others = (cut for rank in local.members if (cut := self._cut_of(rank=rank)) is not None)
             self._reader = loader_like(self._own, self.dataset.with_cut(LeaderCut(own, others)), persistent=True)
         assert isinstance(self._reader.dataset, StreamDataset)
         self._reader.dataset.go_on_as(self.dataset)
-        reader: Iterable[Fetched] = naming_dead_workers(self._reader) if self.num_workers else self._reader
-        told = without_drawing(iter(reader)) if self._may_draw else ((fetched, False) for fetched in reader)
-        for fetched, has_drawn in told:
-            unpackable = fetched.parcel if fetched is not None and isinstance(fetched.parcel, str) else ""
-            yield fetched, unpackable or (_DRAWN if has_drawn else "")
+        return naming_dead_workers(self._reader) if self.num_workers else self._reader
 
     def _make_room(self, line: RankLine[Accepted], taken: dict[int, int], number: int) -> None:
         """Wait until a rank has taken its shares but ``_AHEAD``. (One that has left its loop, or is gone, takes none;
@@ -277,13 +266,14 @@ class SharedStream:
 
     def _follow(self, local: LocalRanks, line: RankLine[Handed | Stopped]) -> Iterator[Fetched]:
         seen = None if self._has_looked else self._first_sample()
-        number = 0
+        number, began = 0, None
         while True:
             what = f"rank {local.leader}, which reads the stream for this machine, has not handed over batch {number}"
             message, descriptors = line.wait(what, self._world.timeout)
             if isinstance(message, Stopped):
                 break
             fetched, first = message.taken(descriptors[0])
+            began = began if number else fetched.fingerprint
             number += 1
             line.send(Accepted(number))
             if first is not None and not self._has_looked:
@@ -293,12 +283,29 @@ class SharedStream:
             yield self._pinned(fetched)
         if message.why == "by all":
             self._read_by_all(local, "")
-            yield from islice(self._own, message.batches, None)
+            yield from self._own_from(message.batches, local, began)
         elif message.why == "end":
             if not number and seen is not None and not self._drop_last:
                 yield Fetched(None, 0, 0, fingerprint=seen)  # which the leader lacks; the comparison fails
         else:
             self._raise(local, message)
+
+    def _own_from(self, number: int, local: LocalRanks, began: str | None) -> Iterator[Fetched]:
+        """Read by itself, from batch ``number`` on.
+
+        Raises:
+            LockstepError: the first batch has another fingerprint than ``began``, that of the leader's.
+        """
+        for place, fetched in enumerate(self._own):
+            if number and not place and fetched.fingerprint != began:
+                raise LockstepError(
+                    f"rank {local.rank}: every rank reads the stream from batch {number} of this pass on, and the "
+                    f"first batch of the pass is another one here than on rank {local.leader}, which has read all "
+                    "passes so far: the dataset seems to count its passes by itself. Give it a method set_epoch(epoch) "
+                    "instead, which is called before each pass"
+                )
+            if place >= number:
+                yield fetched
 
     def _first_sample(self) -> str | None:
         """Return the fingerprint of the first sample that this rank would read; None: there is none."""

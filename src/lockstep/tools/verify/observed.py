@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from lockstep import knobs
+from lockstep._files import redirect
 from lockstep.identity import Identity
 from lockstep.launch import rank as program
 from lockstep.tools.verify.putback import Journal
@@ -43,7 +42,7 @@ def _keep_apart(folder: Path) -> None:
     from lockstep.metrics.api import Log
 
     for cls, name in ((Checkpointer, "folder"), (Log, "run")):
-        _redirect(cls, name, folder / "saved")
+        redirect(cls, name, folder / "saved")
 
 
 def _compare_nothing() -> None:
@@ -69,31 +68,6 @@ def _keep_what_is_changed(folder: Path) -> None:
     for module in (safetensors, *filter(None, map(sys.modules.get, ("safetensors.torch", "safetensors.numpy")))):
         journal.announce(module, "serialize_file", 1, "filename")
     journal.listen()
-
-
-def _redirect(cls: Any, name: str, home: Path) -> None:
-    """Have instances of ``cls`` write below ``home`` what they would write at the path that they are given.
-
-    Args:
-        cls: the class.
-        name: the name of its first argument, the path; a value that is no path is left alone.
-        home: a folder.
-    """
-    begin = cls.__init__
-
-    @functools.wraps(begin)
-    def init(self: Any, *args: Any, **options: Any) -> None:
-        place = args[0] if args else options.get(name)
-        if isinstance(place, (str, os.PathLike)):
-            moved = home / os.path.abspath(place).lstrip("/")
-            moved.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if args:
-                args = (moved, *args[1:])
-            else:
-                options[name] = moved
-        begin(self, *args, **options)
-
-    cls.__init__ = init
 
 
 if __name__ == "__main__":

@@ -1,0 +1,103 @@
+"""``lockstep port``: rewrite a script for lockstep, as a diff with a remark for each line that was left."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+
+from lockstep.cli.options import AS_JSON, PASSES_ON, LocalPath
+from lockstep.cli.terminal import errors, print_json, say
+
+
+@click.command(short_help="Rewrite a script for lockstep.", context_settings=PASSES_ON)
+@click.option("--write", is_flag=True, help="Change SCRIPT, instead of only printing the diff.")
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="The number of ranks that SCRIPT ran on until now. Batch sizes per rank are multiplied by it, and the port "
+    "trains the same on any number of ranks. By default they are multiplied by the number on which the port runs.",
+)
+@click.option("--every-line", is_flag=True, help="Say of changed lines, too, why they do the same.")
+@click.option(
+    "--verify", "verifies", is_flag=True, help="Run lockstep verify on SCRIPT and on the port. ARGS are for both."
+)
+@click.option(
+    "-n",
+    "count",
+    type=click.IntRange(min=2),
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="Number of ranks that --verify compares with one.",
+)
+@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Optimizer steps of --verify.")
+@click.option(
+    "--timeout", default=600.0, show_default=True, metavar="SECONDS", help="Time limit of each run of --verify."
+)
+@AS_JSON
+@click.argument("script", type=LocalPath(dir_okay=False))
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def port(
+    write: bool,
+    ranks: int | None,
+    every_line: bool,
+    verifies: bool,
+    count: int,
+    steps: int,
+    timeout: float,
+    as_json: bool,
+    script: Path,
+    args: tuple[str, ...],
+) -> None:
+    """Rewrite SCRIPT, which trains with DistributedDataParallel, Accelerate, Fabric or Horovod, or in one process.
+
+    Prints a diff; comments and layout stay. Then it says, line by line, what it left and why, and what is not the same
+    as before by design. A script of which it can't tell what becomes of it is refused, with the reasons. SCRIPT is
+    not run unless --verify is given.
+
+    The exit code is 0 if SCRIPT is ported, fully or in part, or uses lockstep already; 1 if it is refused, or if
+    --verify finds the port different; 2 if it can't be read or verified.
+    """
+    with errors(ValueError):
+        if args and not verifies:
+            raise ValueError(f"{args[0]}: arguments of the script are only for --verify, which runs it")
+        if find_spec("libcst") is None:
+            raise ValueError("libcst is not installed, which reads the script: pip install 'torch-lockstep[port]'")
+        from lockstep.tools.port import report
+        from lockstep.tools.port.port import port as port_script
+        from lockstep.tools.port.remarks import PortVerdict
+        from lockstep.tools.port.verification import VerifyRequest, verify_both
+
+        found = port_script(script, ranks=ranks)
+        is_ported = found.verdict in (PortVerdict.FULLY, PortVerdict.PARTLY)
+        verified = []
+        if verifies and is_ported:
+            say("verifying the script as it was and as it is ported")
+            verified = verify_both(found, VerifyRequest(count, steps, timeout, args))
+        if write and is_ported:
+            with script.open("r+b") as file:  # the same file: its permissions, links and owner stay
+                file.write(found.after.encode())
+                file.truncate()
+        if as_json:
+            print_json("port", report.as_json(found, verified))
+        else:
+            click.echo(report.describe(found, verified, every_line=every_line))
+            if is_ported:
+                _say_next(script, write, verifies)
+    if found.verdict is PortVerdict.REFUSED:
+        sys.exit(1)
+    if verified and not verified[-1].is_equal:
+        sys.exit(1 if verified[-1].code == "different" else 2)
+
+
+def _say_next(script: Path, written: bool, verified: bool) -> None:
+    if not verified:
+        click.echo(f"\nnext: lockstep port --verify {script} [ARGS] runs it before and after, on one rank and on two")
+    if written:
+        say(f"{script} is changed")
+    elif verified:
+        click.echo(f"\nnext: lockstep port --write {script} changes the file")

@@ -1,0 +1,146 @@
+"""What a launcher does about ranks that hold up the others, besides the report: ``--on-hang``.
+
+``report`` does no more. ``dump`` keeps what tells of the hang with the run's logs, while it is there to be seen.
+``restart`` does that too, and if the report has stood for some seconds it stops the ranks, which is a failure like any
+other: it counts as a restart, and the same hang at the same step twice in a row is not tried a third time.
+
+A report stands from when it was made until the late ranks move on. Ranks in a debugger are not reported, so nothing is
+done about them.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep._files import write_whole
+from lockstep.job.files import JobFiles
+from lockstep.launch.hangs import ReportedHang
+
+#: Seconds that a report stands before the ranks are started again, where the user does not say.
+_SECONDS = 60.0
+
+
+class HangAction(enum.Enum):
+    """What is to be done about a reported hang."""
+
+    REPORT = "report"
+    DUMP = "dump"
+    RESTART = "restart"
+
+
+@dataclass(frozen=True)
+class OnHang:
+    """What the user has asked for."""
+
+    action: HangAction = HangAction.REPORT
+    #: Seconds for which a report stands before the ranks are started again.
+    seconds: float = _SECONDS
+
+    @classmethod
+    def parse(cls, text: str) -> OnHang:
+        """Return what ``text`` asks for: ``report``, ``dump``, ``restart`` or ``restart:SECONDS``.
+
+        Raises:
+            ValueError: it is none of these.
+        """
+        word, colon, seconds = text.partition(":")
+        try:
+            action = HangAction(word)
+            after = float(seconds) if colon else _SECONDS
+            if (colon and action is not HangAction.RESTART) or not 0 <= after < float("inf"):
+                raise ValueError
+        except ValueError:
+            raise ValueError(
+                f"--on-hang={text}: expected 'report', 'dump', 'restart' or 'restart:SECONDS', the seconds for which a "
+                "report stands before all ranks start again"
+            ) from None
+        return cls(action, after)
+
+
+class HangResponse:
+    """Decides what is due: each action once for a report.
+
+    Args:
+        wanted: what the user has asked for.
+    """
+
+    def __init__(self, wanted: OnHang) -> None:
+        self._wanted = wanted
+        self._dumped: ReportedHang | None = None
+        self._stopped: ReportedHang | None = None
+
+    def due(self, reported: ReportedHang | None, now: float) -> list[HangAction]:
+        """Return what is to be done now.
+
+        Args:
+            reported: the report that stands; None: there is none.
+            now: on the monotonic clock.
+        """
+        wanted, due = self._wanted, []
+        if reported is None or wanted.action is HangAction.REPORT:
+            return []
+        if reported is not self._dumped:
+            self._dumped = reported
+            due.append(HangAction.DUMP)
+        is_over = now - reported.at >= wanted.seconds
+        if wanted.action is HangAction.RESTART and is_over and reported is not self._stopped:
+            self._stopped = reported
+            due.append(HangAction.RESTART)
+        return due
+
+    def announce(self, folder: Path) -> str:
+        """Say where the dump is, and what comes next."""
+        text = f"the report and all Python stacks of this machine's ranks are in {folder}"
+        if self._wanted.action is HangAction.RESTART:
+            text += f"; if nothing moves for {self._wanted.seconds:g} s, all ranks start again (--on-hang)"
+        return text
+
+
+def dump(home: Path, reported: ReportedHang, files: JobFiles) -> Path:
+    """Write the report, and the stacks of all threads of each rank of this machine at that time, into a new folder.
+
+    Args:
+        home: the folder of the run's logs.
+        reported: the report.
+        files: of this start of the job; the ranks have written their stacks there when they were suspected.
+
+    Returns:
+        The folder: ``hang-1``, then ``hang-2``, and so on.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    folder = _new_folder(home)
+    write_whole(folder / "report.txt", reported.text + "\n")
+    for rank, text in _stacks(reported.stacks, files).items():
+        write_whole(folder / f"stacks-rank{rank}.txt", text + "\n")
+    return folder
+
+
+def _new_folder(home: Path) -> Path:
+    number = 1
+    while True:
+        folder = home / f"hang-{number}"
+        try:
+            os.mkdir(folder, 0o700)
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+def _stacks(begins: Mapping[int, int], files: JobFiles) -> dict[int, str]:
+    """Return what each rank has written after the byte at which its answer begins, or that it has not answered."""
+    found = {}
+    for rank, begin in begins.items():
+        text = ""
+        if files.stack(rank).exists():
+            with files.stack(rank).open("rb") as file:
+                file.seek(begin)
+                text = file.read().decode(errors="replace").strip()
+        found[rank] = text or f"rank {rank} has not answered: it is stopped, leaving, or has not begun"
+    return found

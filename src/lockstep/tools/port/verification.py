@@ -1,0 +1,86 @@
+"""Ask ``lockstep verify`` of a script before and after it is ported, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.tools.port.port import Port, port_text
+
+#: The words that start lockstep's command.
+COMMAND: Sequence[str] = (sys.executable, "-m", "lockstep")
+_EQUAL = {"equal-bits", "equal-within-rounding", "equal-but-for-random-numbers"}
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What ``lockstep verify`` has said of a script.
+
+    Args:
+        which: ``before`` or ``after``.
+        code: the verdict's code, or that of the error.
+        words: the verdict, or why there is none.
+    """
+
+    which: str
+    code: str
+    words: str
+
+    @property
+    def is_equal(self) -> bool:
+        """True if N ranks train what one does."""
+        return self.code in _EQUAL
+
+
+@dataclass(frozen=True)
+class VerifyRequest:
+    """How scripts are verified.
+
+    Args:
+        ranks: the number of ranks that is compared with one, 2 or more.
+        steps: optimizer steps that are compared.
+        timeout: seconds for each of verify's runs.
+        args: arguments of the script.
+    """
+
+    ranks: int
+    steps: int
+    timeout: float
+    args: tuple[str, ...]
+
+
+def verify_both(port: Port, request: VerifyRequest) -> list[Verified]:
+    """Verify the script as it was, and a copy of the port beside it, which is removed afterwards.
+
+    In the copy, batch sizes that were per rank are those of ``request.ranks`` ranks: written as a multiple of the
+    number of ranks they would be another batch on one rank than on several, which is what verify compares.
+    """
+    after = port_text(port.before, port.path, ranks=request.ranks).after
+    copy = port.path.with_name(f".{port.path.stem}-ported-{os.getpid()}.py")
+    found = [_verify("before", port.path, request)]
+    try:
+        copy.write_text(after, encoding="utf-8")
+        return [*found, _verify("after", copy, request)]
+    finally:
+        copy.unlink(missing_ok=True)
+
+
+def _verify(which: str, script: Path, request: VerifyRequest) -> Verified:
+    options = ["-n", request.ranks, "--steps", request.steps, "--timeout", request.timeout, "--json", "-"]
+    command = [*COMMAND, "verify", *map(str, options), str(script), *request.args]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    try:
+        told = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        lines = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()
+        return Verified(which, "cannot-verify", f"could not be verified: {lines[-1]}")
+    if "verdict" not in told:
+        return Verified(which, told["code"], f"could not be verified: {' '.join(told['message'].split())}")
+    reasons = [reason["cause"] for each in told["contrasts"] for reason in each["reasons"]]
+    more = f" ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
+    return Verified(which, told["code"], f"one rank and {request.ranks}: {told['verdict']}{more}")

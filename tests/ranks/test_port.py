@@ -1,0 +1,65 @@
+"""What ``lockstep port`` makes of a script trains as the script did."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lockstep.tools.port.port import port_text
+from tests.launching import run
+from tests.port_forms import LAUNCH, ONE_DEVICE, SPAWN, TORCHRUN
+from tests.schemas import holds
+
+
+def sum_of(out: str) -> float:
+    """What the script printed of its parameters at the end."""
+    found = re.findall(r"\bsum ([\d.]+)", out)
+    assert len(found) == 1, out
+    return float(found[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_port_trains_what_the_script_trained_on_as_many_ranks(tmp_path: Path, ranks: int) -> None:
+    """The sampler is not shuffled, and 96 samples are batches of 8 for each of 1, 2 and 3 ranks."""
+    (tmp_path / "before.py").write_text(TORCHRUN)
+    (tmp_path / "after.py").write_text(port_text(TORCHRUN, Path("before.py")).after)
+    sums = []
+    for script in ("before.py", "after.py"):
+        done = run(["lockstep", "run", "-n", str(ranks), script], tmp_path, torch=True)
+        assert done.code == 0, done.err
+        sums.append(sum_of(done.out))
+    assert sums[1] == pytest.approx(sums[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("form", [SPAWN, LAUNCH, ONE_DEVICE], ids=["spawn", "launch", "one_device"])
+def test_a_port_runs_on_two_ranks_and_saves(tmp_path: Path, form: str) -> None:
+    """On CPUs as well, where a script for GPUs alone could not."""
+    (tmp_path / "after.py").write_text(port_text(form, Path("before.py")).after)
+    done = run(["lockstep", "run", "-n", "2", "after.py"], tmp_path, torch=True)
+    assert done.code == 0, done.err
+    assert (tmp_path / "model.pt").exists()
+
+
+def test_verify_is_asked_before_and_after(tmp_path: Path) -> None:
+    """The script with a batch of each rank is another one on two ranks; the port for two ranks is not."""
+    (tmp_path / "train.py").write_text(TORCHRUN)
+    done = run(["lockstep", "port", "--verify", "--steps", "4", "--json", "train.py"], tmp_path, torch=True)
+    assert done.code == 0, (done.out, done.err)
+    before, after = holds(done.out, "lockstep.port/1")["verified"]
+    assert (before["which"], before["code"]) == ("before", "different")
+    assert "a batch size per rank" in before["words"]
+    assert (after["which"], after["code"]) == ("after", "equal-within-rounding"), after
+    assert [each.name for each in tmp_path.iterdir() if each.suffix == ".py"] == ["train.py"]
+    assert (tmp_path / "train.py").read_text() == TORCHRUN
+
+
+def test_a_script_that_cannot_run_is_said_so(tmp_path: Path) -> None:
+    text = TORCHRUN.replace("data = make_data(96)", "data = no_such_function(96)")
+    (tmp_path / "train.py").write_text(text)
+    done = run(["lockstep", "port", "--verify", "--json", "train.py"], tmp_path, torch=True)
+    assert done.code == 2
+    found = holds(done.out, "lockstep.port/1")["verified"]
+    assert {each["code"] for each in found} == {"cannot-verify"}
+    assert "no_such_function" in found[0]["words"]

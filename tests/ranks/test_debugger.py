@@ -284,7 +284,8 @@ def test_a_rank_that_dies_at_its_prompt_leaves_the_terminal_as_it_was(tmp_path: 
         terminal.type("a line\n")
         terminal.until("read a line\n")
         assert terminal.end() == 0
-    assert (tmp_path / "before").read_text() == (tmp_path / "after").read_text()
+    # By words: stty breaks its lines by a width that bash finds out in between.
+    assert (tmp_path / "before").read_text().split() == (tmp_path / "after").read_text().split()
     assert "rank 1 of 2 failed: killed by signal 9 (SIGKILL)" in terminal.shown
 
 

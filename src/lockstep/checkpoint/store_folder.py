@@ -44,7 +44,7 @@ from lockstep.checkpoint.object_store import AT_A_TIME, ObjectStore, StoreFailed
 from lockstep.checkpoint.plan import Block, Written
 from lockstep.checkpoint.stored import Extent, ObjectRange, Stored, object_name
 from lockstep.errors import CheckpointCorrupt, CheckpointError
-from lockstep.text import listed, which_ranks
+from lockstep.text import listed, sentence, which_ranks
 
 #: Bytes that are read ahead by one request, of which as many as may are under way at a time.
 _AHEAD = 4 * 2**20
@@ -219,8 +219,8 @@ class StoreDraft:
             is_ours = self._store.create(f"{self._path.key}/{MANIFEST}", content)
         except StoreFailed as error:
             raise StoreFailed(
-                f"{error}. It is not known whether the checkpoint {self._path.name} is complete, so the save counts as "
-                "failed: if it is, a run resumes from it, and else the next save removes it"
+                f"{sentence(str(error))} It is not known whether the checkpoint {self._path.name} is complete, so the "
+                "save counts as failed: if it is, a run resumes from it, and else the next save removes it"
             ) from error
         finally:
             self._alive.discard(self._path)

@@ -30,7 +30,7 @@ from lockstep.errors import LockstepError
 from lockstep.runs import loaders
 from lockstep.runs.history import Run
 from lockstep.runs.loaders import StepBatches
-from lockstep.text import counted
+from lockstep.text import counted, sentence
 from lockstep.tools.again.shown import in_words
 
 #: The most batches of one loader that are told of a step, or from which one can be chosen.
@@ -393,5 +393,5 @@ def _several(run: Run, step: int, taken: StepBatches) -> str:
     remedy = f"--epoch {taken.epoch} --batch {first} shows one of them"
     if taken.is_one_of:
         why = "the pass had not as many steps as batches, as where a GradScaler leaves steps out"
-        return f"{run.name}: step {step:,} took one of {which}, and which is not known: {why}. {remedy}"
+        return f"{run.name}: step {step:,} took one of {which}, and which is not known: {sentence(why)} {remedy}"
     return f"{run.name}: step {step:,} took {which}, which are too many to show: {remedy}"

@@ -47,6 +47,20 @@ class _Terminal:
         found, self._read = self.shown[self._read : place + len(text)], place + len(text)
         return found
 
+    def interrupt(self, prompt: str) -> str:
+        """Press Ctrl-C until the prompt comes, and return what is shown up to it. (One that falls between a prompt and
+        Python's wait for a key is acted on with the next key: so it is in readline under ``python``, too.)"""
+        limit = min(time.monotonic() + LIMIT, launching.test_ends - 10.0)
+        pressed = 0.0
+        while self.shown.find(prompt, self._read) < 0:
+            now = time.monotonic()
+            assert now < limit, f"no {prompt!r} in\n{self.shown[self._read :]}"
+            if now - pressed > 2.0:
+                self.type("\x03")
+                pressed = now
+            self._show(0.1)
+        return self.until(prompt)
+
     def command(self, line: str, prompt: str) -> str:
         """Type a command, and return what is shown up to the next prompt."""
         self.type(f"{line}\n")
@@ -230,13 +244,12 @@ def test_an_interrupt_at_the_prompt_is_the_debuggers(tmp_path: Path) -> None:
     with _terminal(tmp_path, _run("-n", "2", "train.py")) as terminal:
         terminal.until(_PROMPT)
         wait_for((tmp_path / "goes-on-0").exists, "the end of what rank 0 does by itself")
-        terminal.type("half a line\x03")
-        assert "--KeyboardInterrupt--" in terminal.until(_PROMPT)
+        terminal.type("half a line")
+        assert "--KeyboardInterrupt--" in terminal.interrupt(_PROMPT)
         terminal.type("!open('evaluates', 'w').close()\n!while True: pass\n")
         wait_for((tmp_path / "evaluates").exists, "the command")
         terminal.until("while True: pass\n")
-        terminal.type("\x03")
-        assert "KeyboardInterrupt" in terminal.until(_PROMPT)
+        assert "KeyboardInterrupt" in terminal.interrupt(_PROMPT)
         assert "41" in terminal.command("p answer", _PROMPT)
         assert not (tmp_path / "interrupted-0").exists()
         terminal.type("c\n")

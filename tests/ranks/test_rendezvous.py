@@ -391,7 +391,8 @@ def test_a_slow_rank_of_another_machine_is_seen_and_summed_up_by_the_first(tmp_p
     last = Series.read(folder / "series-1.bin")
     assert last.ranks == (0, 1)
     assert min(last.columns["steps"][-1]) > 100
-    assert min(last.columns["memory"][-1]) > 1 << 20
+    # Of all rows: in the last ones a rank may have ended already.
+    assert min(max(of_rank) for of_rank in zip(*last.columns["memory"], strict=True)) > 1 << 20
 
 
 def _folder(path: Path) -> str:

@@ -56,7 +56,7 @@ test: $(READY)  ## all tests (in four processes, two of which mostly wait; WORKE
 
 simulated: $(READY)  ## the tests that need GPUs, on simulated ones (tests/device, compiled once), some as a plugin's device, too
 	$(SIMULATED) -n 2 -m "gpu and not campaign" $$($(NEED_GPUS))
-	SIMULATED_AS=plugin $(SIMULATED) -n 2 -m "gpu and not campaign" $$($(NEED_GPUS) | grep /ranks/ | grep -v /test_gpu_)  # (not CUDA's own)
+	SIMULATED_AS=plugin $(SIMULATED) -n 2 -m "gpu and not campaign" $$($(NEED_GPUS) | grep /ranks/ | grep -vE '/test_(gpu_|spawn)')  # (those ask for CUDA)
 
 gpu:  ## on a machine with GPUs: the tests that need some, a benchmark, and a record of both to send (ten minutes)
 	$(call environment,.venv-gpu,$(PYTHON),$(GPU_TORCH))

@@ -6,7 +6,7 @@ import libcst as cst
 
 from lockstep.tools.port.porting import Porting
 from lockstep.tools.port.rules import prepared
-from lockstep.tools.port.rules.prepared import ForeignObject, as_method, port_object, removed
+from lockstep.tools.port.rules.prepared import ForeignObject, as_method, only_call, port_object, put_world, removed
 from lockstep.tools.port.script import argument, constant, has_stars
 from lockstep.tools.port.values import Kind
 
@@ -36,22 +36,11 @@ class AccelerateScript:
     def port(self, porting: Porting) -> None:
         """Record the edits."""
         script = porting.script
-        made = [each for each in script.all(cst.Call) if script.full_name(each.func) in _CLASSES]
-        if len(made) > 1:
-            porting.refused(made[1], "Accelerator()", "there are several", "make one, and hand it on")
+        made = only_call(porting, _CLASSES, "Accelerator()")
+        given = None if made is None else _options(porting, made)
+        if made is None or given is None:
             return
-        if not isinstance(script.parent(made[0]), cst.Assign):
-            porting.refused(
-                made[0], "Accelerator()", "it is part of another expression", "assign it on a line of its own"
-            )
-            return
-        porting.set_init([made[0]])
-        given = _options(porting, made[0])
-        if given is None:
-            return
-        text = porting.init_call(made[0], *given).removeprefix("world = ")
-        script.replace(made[0], text)
-        porting.changed(made[0], f"world = {text}", "the World takes the place of the Accelerator")
+        put_world(porting, made, porting.init_call(made, *given), "Accelerator")
         _compare(porting)
         port_object(porting, _ACCELERATOR)
         if any(script.full_name(each.func) == "accelerate.utils.set_seed" for each in script.all(cst.Call)):

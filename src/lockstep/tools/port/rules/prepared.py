@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import libcst as cst
@@ -33,6 +33,33 @@ class ForeignObject:
     methods: Mapping[str, MethodRule]
     advice: Mapping[str, str]
     classes: frozenset[str]
+
+
+def only_call(porting: Porting, names: Collection[str], what: str) -> cst.Call | None:
+    """Return the one call that makes the object, where ``lockstep.init`` is to stand; None: the script is refused.
+
+    Args:
+        porting: of the script, which has such a call.
+        names: the full names of the object's class.
+        what: the call in short, for people.
+    """
+    script = porting.script
+    made = [each for each in script.all(cst.Call) if script.full_name(each.func) in names]
+    if len(made) > 1:
+        porting.refused(made[1], what, "there are several", "make one, and hand it on")
+        return None
+    if not isinstance(script.parent(made[0]), cst.Assign):
+        porting.refused(made[0], what, "it is part of another expression", "assign it on a line of its own")
+        return None
+    porting.set_init([made[0]])
+    return made[0]
+
+
+def put_world(porting: Porting, made: cst.Call, init: str, kind: str) -> None:
+    """Write a call of ``lockstep.init`` in the place of the call that made an object of a kind."""
+    text = init.removeprefix("world = ")
+    porting.script.replace(made, text)
+    porting.changed(made, f"world = {text}", f"the World takes the place of the {kind}")
 
 
 def port_object(porting: Porting, foreign: ForeignObject) -> None:

@@ -18,8 +18,8 @@ A test holds both (tests/contracts/test_accelerators.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -145,6 +145,23 @@ def new_stream(device: torch.device) -> torch.Stream:
 def current_stream(device: torch.device) -> torch.Stream:
     """Return the stream to which this thread's work on ``device``, an accelerator, goes."""
     return torch.accelerator.current_stream(device)
+
+
+@contextmanager
+def beside(device: torch.device, *, after: torch.Event | None = None) -> Iterator[None]:
+    """Return a context in which this thread's work on ``device`` goes to a stream of its own; nothing on the CPU.
+
+    Args:
+        after: the work begins when this is reached; None: at once.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    stream = new_stream(device)
+    if after is not None:
+        stream.wait_event(after)
+    with on(device), stream:
+        yield
 
 
 def new_event(device: torch.device, *, timed: bool = False) -> torch.Event:

@@ -44,6 +44,18 @@ class Times:
     #: The time within which ranks that are asked to save mostly reach a step; then a late one is reported.
     to_a_step: float = _pause(2.0)
 
+    #: The time without a step after which ranks that are asked to save do so from the side: most loops come to a step
+    #: sooner, and then save more.
+    aside: float = _pause(1.0)
+    #: The interval between two looks whether another rank wants to save from the side.
+    aside_look: float = _pause(0.4)
+    #: The time for a rank that saves from the side to come to the step of the others, and for its answer to them, which
+    #: is more.
+    aside_step: float = _limit(3.0)
+    aside_answer: float = _limit(6.0)
+    #: The time that a rank's main thread has to hear that the run was saved and is left: it may be in compiled code.
+    aside_heard: float = _limit(1.0)
+
     #: The time that a command of ``--notify`` may take: a message takes seconds, and the end of a job waits for it.
     notify: float = _limit(15.0)
 

@@ -70,7 +70,7 @@ RUN_FAULTS = [
     ),
     Fault(
         "Python's random numbers do not come back",
-        "checkpoint/state.py",
+        "checkpoint/rng.py",
         "    random.setstate(_python(state))\n",
         "    _python(state)\n",
         ("tests/ranks/test_resume_anywhere.py", "-k", "any_step"),
@@ -78,7 +78,7 @@ RUN_FAULTS = [
     Fault(
         "random number generators are not restored",
         "checkpoint/restore.py",
-        """        state.restore_rng(states[world.rank], world.device)\n""",
+        """        rng.restore_rng(states[world.rank], world.device)\n""",
         "        pass\n",
         ("tests/ranks/test_resume.py",),
     ),

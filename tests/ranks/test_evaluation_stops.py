@@ -1,10 +1,9 @@
-"""A signal while a script evaluates: ``between_steps`` in its loop saves there, and the evaluation starts again."""
+"""A signal while a script evaluates: the run is saved from the side, and the evaluation starts again."""
 
 from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,8 @@ def evaluate(epoch):
     model.eval()
     random.random(), torch.rand(1)
     turns = 40 if how != "lengths" or world.is_main else 0
-    for turn in range(turns if (int(struck) and epoch == 1) or how == "plain" else 3):
-        if int(struck) and world.is_main and (epoch, turn) == (0 if how == "plain" else 1, 2):
+    for turn in range((400 if how == "plain" else turns) if int(struck) and epoch == 1 else 3):
+        if int(struck) and world.is_main and (epoch, turn) == (1, 2):
             strike()
         model(torch.ones(2, 4))
         if how == "collective":
@@ -81,37 +80,20 @@ def _final(tmp_path: Path) -> Any:
     return json.loads((tmp_path / "final").read_text())
 
 
-@pytest.mark.parametrize("how", ["after", "before", "within", "collective", "lengths"])
+@pytest.mark.parametrize("how", ["after", "before", "within", "collective", "lengths", "plain"])
 def test_a_run_that_is_stopped_in_an_evaluation_resumes_with_the_same_bits(tmp_path: Path, how: str) -> None:
     calm, folder = tmp_path / "calm", tmp_path / "struck"
     for each in (calm, folder):
         each.mkdir()
     assert _train(calm, how).code == 0
-    begun = time.monotonic()
     stopped = _train(folder, how, struck=signal.SIGTERM)
     assert stopped.code == EXIT_SAVED, stopped
     done = (folder / "evaluated").read_text().split()
     resumed = _train(folder, how)
     assert resumed.code == 0, resumed
     again = (folder / "evaluated").read_text().split()[len(done) :]
-    assert _final(folder)[1:3] == _final(calm)[1:3], "the scheduler's step was taken once an epoch"
-    if how == "lengths":  # one rank had finished, so both went on to the next step
-        assert (done, again) == (["0", "1"], ["2"])
-    elif how == "within":  # step 5, the second of epoch 1, is done, and its evaluation is not done again
+    if how == "within":  # step 5, the second of epoch 1, is done, and its evaluation is not done again
         assert (done, again) == (["0"], ["2"])
-        assert _final(folder)[4] == _final(calm)[4]
-        return  # what it draws is not drawn again
     else:
         assert (done, again) == (["0"], ["1", "2"])
-        assert time.monotonic() - begun < 60
-    if how != "before":  # there was no end of a pass to go back to
-        assert _final(folder) == _final(calm)
-
-
-def test_a_signal_outside_of_a_step_says_what_will_happen(tmp_path: Path) -> None:
-    stopped = _train(tmp_path, "plain", struck=signal.SIGTERM, grace="1")
-    assert stopped.code == 128 + signal.SIGTERM, stopped
-    said = next(line for line in stopped.err.splitlines() if "came outside of a training step" in line)
-    assert said.startswith("lockstep: SIGTERM came outside of a training step: rank ")
-    for words in ("is in evaluation", "not saved in 1 s are killed", "newest checkpoint", "saved.between_steps()"):
-        assert words in said
+    assert _final(folder) == _final(calm)

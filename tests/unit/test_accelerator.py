@@ -58,7 +58,7 @@ torch.utils.rename_privateuse1_backend("toy")
 torch._register_device_module("toy", toy)
 import lockstep
 from lockstep import accelerator
-from lockstep.checkpoint import state
+from lockstep.checkpoint import rng
 from lockstep.step.conditions import conditions
 
 device = torch.device("toy", 1)
@@ -82,12 +82,12 @@ told["captures"] = accelerator.capture_test([accelerator.CPU, device])
 toy.is_current_stream_capturing = lambda: True
 told["captures later"] = accelerator.capture_test([accelerator.CPU, device])()
 told["conditions"] = conditions(device)
-saved = state.capture_rng(device)
+saved = rng.Generators.now(device).to_json()
 toy.states[1] = torch.full((4,), 7, dtype=torch.uint8)
-state.refuse_malformed_rng([saved], count=1, where="rng.json")
-state.restore_rng(saved, device)
+rng.refuse_malformed_rng([saved], count=1, where="rng.json")
+rng.restore_rng(saved, device)
 told["generators"], told["restored"] = sorted(saved), toy.states[1].tolist()
-told["of the same kind"] = [state.has_rng_of(saved, device), state.has_rng_of(saved, accelerator.CPU)]
+told["of the same kind"] = [rng.has_rng_of(saved, device), rng.has_rng_of(saved, accelerator.CPU)]
 told["of CUDA"] = [
     accelerator.cuda_libraries(device), accelerator.cudnn_rounds_to_tf32("toy"), accelerator.cuda_capability(device),
     accelerator.cuda_architectures(), accelerator.nccl_version(),

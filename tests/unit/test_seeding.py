@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lockstep.data.generators import GENERATORS, NUMPY
 from lockstep.data.mixing import mix
 from lockstep.data.seeding import OwnNumbers, SampleSeeds, preserved_generators, seed_generators
+from lockstep.step.generators import GENERATORS, NUMPY
 
 
 def _draw() -> tuple[float, float, float, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
@@ -15,18 +16,19 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from lockstep import callsite
+from lockstep import accelerator, callsite
 from lockstep._files import run_path
+from lockstep.checkpoint.aside import Settle
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.boundary import StepBoundary
 from lockstep.checkpoint.finite import NOTHING_MEANT
 from lockstep.checkpoint.missing import words_on_missing
-from lockstep.checkpoint.passes import EndOfPass
 from lockstep.checkpoint.plan import WritePlan
+from lockstep.checkpoint.rest import Rest, RunAtRest
 from lockstep.checkpoint.restore import Restored, find, load, load_generators, restored, words_on_differences
 from lockstep.checkpoint.retention import Retention, prune
 from lockstep.checkpoint.run_folder import Hold, run_folder
-from lockstep.checkpoint.save import prepare, words_on_drift, write
+from lockstep.checkpoint.save import Saved, prepare, words_on_drift, write
 from lockstep.checkpoint.state import Moment, Position, RunState, Stateful, parameters_in_short, refuse_parts
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import together
@@ -136,10 +138,12 @@ class Checkpointer:
         self._background = Background(world)
         if optimizer is not None:
             self._position.count(optimizer)
-        self._boundary = StepBoundary(self, world, counts_steps=optimizer is not None)
+        #: Held while a checkpoint is written in the foreground or from the side.
+        self._writing = threading.Lock()
+        self._rest = Rest(self._run, world.device)
+        self._boundary = StepBoundary(self, world, self._rest, counts_steps=optimizer is not None)
         self._boundary.watch(loader)
-        #: The end of the last pass over the loader, and the step at which the epoch under way began.
-        self._end_of_pass: EndOfPass | None = None
+        #: The step at which the epoch under way began.
         self._began_at = 0
         register = getattr(loader, "register_end_of_pass_hook", None)
         if register is not None:
@@ -208,6 +212,7 @@ class Checkpointer:
                 )
             while position.epoch < count:
                 position.in_body, self._began_at = True, position.step
+                self._boundary.rest(self.present_moment(epoch_done=False))
                 yield position.epoch
                 self._boundary.reached(epoch_done=True, last=position.epoch + 1 == count)
                 position.in_body = False
@@ -224,16 +229,13 @@ class Checkpointer:
 
         **Collective** in training, though nothing is sent unless a rank was asked. Only needed in loops over other
         loaders than that of :func:`lockstep.shard`, which marks it itself: call it once in each iteration, before the
-        step or after it. Costs about a microsecond. A run that is left in the middle of an epoch begins that epoch
-        again, unless the loader's state holds its position.
+        step or after it. Costs some ten microseconds, and what the ``state_dict`` of the Checkpointer's loader costs. A
+        run that is left in the middle of an epoch begins that epoch again, unless the loader's state holds its
+        position.
 
-        Not collective in an evaluation: call it in each turn of a loop that evaluates longer than ``--grace``, on all
-        ranks or on some, in loops of any lengths. When all ranks are in such a loop they save and leave. While one is
-        elsewhere, in a collective that waits for the others or in its next step, they go on, and save at the next
-        step. The resumed run is where the loader's pass before the evaluation had ended, with the scheduler, the
-        learning rates and the random numbers of that moment, and what follows the pass is done again: the evaluation
-        starts again. Objects of ``extra`` are saved as they are. An evaluation in the middle of a pass is left with the
-        batch in hand done, and not done again.
+        Not collective in an evaluation, where a run that was asked to stop is saved from the side a second later
+        (docs/checkpoints.md): with this call in each turn of its loop, at once. It is needed there only where an
+        evaluation can't be told from a step: without an ``optimizer``, and with :class:`lockstep.LocalSteps`.
 
         Args:
             evaluating: whether this is an evaluation; None: if the model is in eval mode.
@@ -243,25 +245,64 @@ class Checkpointer:
             CheckpointError: they could not save.
         """
         if not self._run.model.training if evaluating is None else evaluating:
-            self._boundary.in_evaluation(self._go_back)
+            self._boundary.in_evaluation()
             return
         loader_knows = isinstance(getattr(self._run.loader, "in_epoch", None), bool)
         self._boundary.between_steps(epoch_done=False if self._position.in_body and not loader_knows else None)
 
-    def _go_back(self) -> bool | None:
-        """**Collective.** Restore the position to which a run left in an evaluation returns. Return ``epoch_done``."""
-        position, end = self._position, self._end_of_pass
-        if getattr(self._run.loader, "in_epoch", False):
-            return None  # in the middle of a pass
-        if end is not None and end.is_current(position):
-            end.go_back(self._run, self._world.device)
-            return None
-        begins = position.in_body and position.step == self._began_at
-        knows = isinstance(getattr(self._run.loader, "in_epoch", None), bool)
-        return False if begins or (position.in_body and not knows) else None
-
     def _note_end_of_pass(self) -> None:
-        self._end_of_pass = EndOfPass.note(self._run, self._position, self._world.device)
+        self._boundary.rest(self.present_moment())
+
+    # For the boundary, and for the thread that saves from the side.
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._writing.locked() or self._background.is_writing
+
+    @property
+    def trains_apart(self) -> bool:
+        """Whether the ranks train apart between rounds."""
+        return self._local_training is not None
+
+    def present_moment(self, *, epoch_done: bool | None = None, evaluating: bool = False) -> Moment:
+        """Return the place at which a run resumes that is saved now.
+
+        Args:
+            epoch_done: as for :meth:`save`.
+            evaluating: this is an evaluation, in an epoch that is not done.
+        """
+        position, loader = self._position, self._run.loader
+        if evaluating and not getattr(loader, "in_epoch", False):
+            begins = position.in_body and position.step == self._began_at
+            knows = isinstance(getattr(loader, "in_epoch", None), bool)
+            epoch_done = False if begins or (position.in_body and not knows) else None
+        return position.moment(loader, epoch_done=epoch_done, metric=None)
+
+    def save_aside(self, run: RunAtRest, moment: Moment, peers: Peers, settle: Settle) -> Saved:
+        """**Collective.** Write a checkpoint of a run at rest, by these peers alone; for a thread.
+
+        Raises:
+            CheckpointError: as :meth:`save`; the same on every rank.
+        """
+        world, device = self._world, self._world.device
+        with self._writing, accelerator.beside(device, after=None if run.point is None else run.point.queued):
+            if run.local_training is not None:  # all ranks wait in between_steps(), so the process group is free
+                run.local_training.finish_round()
+                moment = replace(moment, step=max(peers.gather(moment.step)))
+            plan = prepare(
+                run,
+                world,
+                step=moment.step,
+                before=self._refuse_foreign_folder,
+                meant=self._meant,
+                peers=peers,
+                settle=settle,
+            )
+            moment = replace(moment, hosts=world.hosts, conditions=conditions(device))
+            saved = self._write_files(plan, moment, peers)
+        self._position.last_saved, self._owns_folder = moment.step, True
+        return saved
 
     def _add_follower(self, follower: Follower) -> None:
         """Tell ``follower`` the run's position from now on, on every rank in the same order; it is kept alive."""
@@ -297,7 +338,8 @@ class Checkpointer:
         except CheckpointError as error:
             earlier = error
         plan, moment = self._prepare(metric, epoch_done)
-        folder = self._write(plan, moment, OverGroup(self._world))
+        with self._writing:
+            folder = self._write(plan, moment, OverGroup(self._world))
         self._owns_folder = True
         self._position.last_saved = moment.step
         if earlier is not None and self._world.is_main:
@@ -345,6 +387,9 @@ class Checkpointer:
         return folder
 
     def _write(self, plan: WritePlan, moment: Moment, peers: Peers) -> PurePath:
+        return self._write_files(plan, moment, peers).folder
+
+    def _write_files(self, plan: WritePlan, moment: Moment, peers: Peers) -> Saved:
         saved = write(
             self.folder,
             plan,
@@ -357,7 +402,7 @@ class Checkpointer:
         if self._world.is_main:
             notes.tell(notes.CHECKPOINT, step=moment.step)
         self._last_is_sound = saved.is_sound
-        return saved.folder
+        return saved
 
     def _prepare(self, metric: float | None, epoch_done: bool | None) -> tuple[WritePlan, Moment]:
         """**Collective.** Return the plan of this rank's writes, with nothing copied yet, and the run's position."""

@@ -94,6 +94,12 @@ class Background:
             raise CheckpointError(f"saving step {self._step} in the background failed: {error}") from error
         return self._folder
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is under way."""
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
     def forget_records(self) -> None:
         """Remove this rank's records of the last save from the store; all ranks must have waited for it."""
         if self._peers is not None:

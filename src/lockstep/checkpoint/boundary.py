@@ -5,8 +5,8 @@ Note [Stopping between steps]
 A run that is to end bit for bit as if it had never been interrupted can only be left between two steps, where all
 changes of a step are complete. Two such moments are known without the user's help: when the training loop asks the
 loader for its next batch, and when it asks :meth:`Checkpointer.epochs` for its next epoch. A third is
-:meth:`Checkpointer.between_steps`, for loops over other loaders, and for evaluation loops, which have their own rules:
-see Note [Meeting in an evaluation] in meeting.py. Signals only leave a request, which is handled there.
+:meth:`Checkpointer.between_steps`, for loops over other loaders. Signals only leave a request, which is handled there,
+or, where a loop does not come to such a moment, by a thread: Note [Saving from the side] in aside.py.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from typing import Protocol
 
 from lockstep import _torch, callsite, knobs
 from lockstep._files import describe
-from lockstep.checkpoint.meeting import Meeting
+from lockstep.checkpoint.aside import SavesAside, SideSaver
+from lockstep.checkpoint.rest import Rest
+from lockstep.checkpoint.save import Saved
+from lockstep.checkpoint.state import Moment
 from lockstep.comm.calls import calling
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError
 from lockstep.job import flight
 from lockstep.job.files import EXIT_SAVED, StopNote
-from lockstep.job.page import Cell, Mark
 from lockstep.job.stop import Action, Agreement, Board, PageBoard, Requests, StoreBoard
 from lockstep.step.local_training import LocalTraining, trained_apart
 
 
-class Saver(Protocol):
+class Saver(SavesAside, Protocol):
     """The part of a Checkpointer that a boundary needs."""
 
-    step: int
     _last_is_sound: bool
 
     @property
@@ -46,13 +47,13 @@ class Saver(Protocol):
 class StepBoundary:
     """The signals' requests to one rank, and how the ranks fulfil them together. See Note [Stopping between steps]."""
 
-    def __init__(self, saver: Saver, world: World, *, counts_steps: bool) -> None:
+    def __init__(self, saver: Saver, world: World, rest: Rest, *, counts_steps: bool) -> None:
         # The loader keeps this boundary alive, and must not keep the Checkpointer, which holds the folder's lock.
         self._saver = weakref.ref(saver)
         self._world = world
         self._requests = Requests()
         self._agreement: Agreement | None = None
-        self._meeting: Meeting | None = None
+        self._side = SideSaver(saver, rest, self._requests, world, leave_word=self._leave_word)
         #: True if an optimizer counts ``saver.step`` up; otherwise boundaries are counted here.
         self._counts_steps = counts_steps
         self._boundaries = 0
@@ -71,9 +72,12 @@ class StepBoundary:
         """Take signals as requests from now on, if there is a loop that will handle them."""
         if self._watched and not self._requests.listening:
             self._requests.listen()
+        if self._requests.listening:
+            self._side.start()
 
     def close(self) -> None:
         """Stop taking signals as requests."""
+        self._side.stop()
         asked, left = self._requests.stop, self._requests.leaving
         self._requests.close()
         if asked is not None and not left:
@@ -105,6 +109,7 @@ class StepBoundary:
             return
         if not self._requests.listening:
             self.listen()
+        self.rest(saver.present_moment(epoch_done=epoch_done), only_after_a_step=epoch_done is not True)
         self._boundaries += 1
         training = saver._local_training if trained_apart else None
         if training is not None:
@@ -122,32 +127,21 @@ class StepBoundary:
         elif due is Action.STOP:
             self._save_and_leave(saver, epoch_done)
 
-    def in_evaluation(self, go_back: Callable[[], bool | None]) -> None:
-        """Note a moment in an evaluation, which other ranks need not reach: see Note [Meeting in an evaluation].
+    def rest(self, moment: Moment, *, only_after_a_step: bool = False) -> None:
+        """Note a point of rest; see Note [Points of rest]."""
+        self._side.rest(moment, only_after_a_step=only_after_a_step)
 
-        Args:
-            go_back: **Collective.** Restores the position to resume from, and returns ``epoch_done`` as for ``save``.
+    def in_evaluation(self) -> None:
+        """Note a moment in an evaluation, which other ranks need not reach.
 
         Raises:
-            SystemExit, CheckpointError: as for :meth:`reached`, if all ranks are in the evaluation.
+            SystemExit: the ranks were asked to stop, and have saved; with code 75.
         """
-        saver = self._saver()
-        if saver is None:
+        if self._saver() is None:
             return
         self._watched = True
         self.listen()
-        training = saver._local_training
-        agreement = self._agreement or self._agree(training)
-        count = saver.step if self._counts_steps else self._boundaries
-        if training is not None:
-            count = training.rounds
-        if agreement.ask(count, wanted=self._requests.wanted) is not Action.STOP:
-            return
-        if self._meeting is None:
-            rank, count = self._world.rank, self._world.world_size
-            self._meeting = Meeting(_torch.default_store(), rank=rank, world_size=count, waiting=_waiting)
-        if self._meeting.attend():
-            self._save_and_leave(saver, go_back())
+        self._side.pause()
 
     def _agree(self, training: LocalTraining | None) -> Agreement:
         """Begin to agree with the other ranks."""
@@ -178,10 +172,10 @@ class StepBoundary:
     def _save_and_leave(self, saver: Saver, epoch_done: bool | None) -> None:
         folder = saver.save(epoch_done=epoch_done)
         self._requests.leave()
-        self._leave_word(saver.step, folder, sound=saver._last_is_sound)
+        self._leave_word(Saved(folder, is_sound=saver._last_is_sound), saver.step)
         raise SystemExit(EXIT_SAVED)
 
-    def _leave_word(self, step: int, folder: PurePath, *, sound: bool) -> None:
+    def _leave_word(self, saved: Saved, step: int) -> None:
         """Tell each machine's launcher where the run can resume; without a launcher, rank 0 tells the user.
 
         Each rank sees to it before it leaves: whatever it does next, the launcher knows that it comes after the save.
@@ -189,7 +183,7 @@ class StepBoundary:
         job_folder = knobs.job_dir()
         if job_folder is not None and flight.current.pages is not None:
             try:
-                StopNote(step, str(folder), sound).write_once(job_folder)
+                StopNote(step, str(saved.folder), saved.is_sound).write_once(job_folder)
             except OSError as error:  # the save is there, and so is the exit code that says so
                 why = f"rank {self._world.rank} has saved, and can't tell its launcher: {describe(error)}"
                 print(f"lockstep: {why}", file=sys.stderr, flush=True)
@@ -197,15 +191,8 @@ class StepBoundary:
         if not self._world.is_main:
             return
         by = "a signal" if self._requests.stop is None else self._requests.stop.name
-        where = StopNote(step, str(folder), sound).describe()
+        where = StopNote(step, str(saved.folder), saved.is_sound).describe()
         print(f"lockstep: stopped by {by}; {where}", file=sys.stderr, flush=True)
-
-
-def _waiting() -> list[int]:
-    """Return the ranks whose pages say that they wait for others."""
-    pages = flight.current.pages
-    marks = [] if pages is None else pages.all(Cell.MARK)
-    return [rank for rank, mark in enumerate(marks) if Mark.of(mark).waiting]
 
 
 def _board(world: World) -> Board:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from lockstep.checkpoint import state
+from lockstep.checkpoint import rng, state
 from lockstep.checkpoint.read import Contents, Search, Unsound, newest_complete, read, why_unsound
 from lockstep.checkpoint.run_folder import run_folder
 from lockstep.checkpoint.state import RunState
@@ -78,7 +78,7 @@ def find(
     def read_and_compare(folder: PurePath) -> Contents:
         contents = read(folder, owners=owners, only_sound=only_sound, on=on)
         ranks = contents.manifest.world_size
-        state.refuse_malformed_rng(contents.parts.get("rng"), count=ranks, where=str(folder / "rng.json"))
+        rng.refuse_malformed_rng(contents.parts.get("rng"), count=ranks, where=str(folder / "rng.json"))
         if "gradients" in contents.parts:
             state.refuse_malformed_orders(contents.parts["gradients"], where=str(folder / "gradients.json"))
         if "precision" in contents.parts:
@@ -129,9 +129,9 @@ def load_generators(contents: Contents, world: World) -> None:
     """Restore this rank's random number generators; at another world size, what all ranks had in common."""
     states, world_size = contents.parts["rng"], contents.manifest.world_size
     if world_size == world.world_size:
-        state.restore_rng(states[world.rank], world.device)
-    elif state.have_common_rng(states):
-        state.restore_common_rng(states[0])
+        rng.restore_rng(states[world.rank], world.device)
+    elif rng.have_common_rng(states):
+        rng.restore_common_rng(states[0])
 
 
 def words_on_differences(contents: Contents, search: Search[Contents], run: RunState, world: World) -> str:
@@ -145,7 +145,7 @@ def words_on_differences(contents: Contents, search: Search[Contents], run: RunS
         words.append(f"skipped damaged checkpoints: {'; '.join(search.damaged.values())}")
     saved, now = contents.manifest.world_size, world.world_size
     in_slices = run.is_in_slices(contents)  # the sums and random numbers of slices do not depend on ranks
-    if saved != now and not (in_slices and state.have_common_rng(contents.parts["rng"])):
+    if saved != now and not (in_slices and rng.have_common_rng(contents.parts["rng"])):
         words.append(
             f"it was written by {counted(saved, 'rank')} and there are {now} now: everything is restored but "
             + (
@@ -160,7 +160,7 @@ def words_on_differences(contents: Contents, search: Search[Contents], run: RunS
             f"its ranks were on other machines, {_spread(contents.manifest.hosts)}, than now, {_spread(world.hosts)}: "
             "gradients are added in another order, so the run will not repeat bit for bit"
         )
-    elif not state.has_rng_of(contents.parts["rng"][0], world.device):
+    elif not rng.has_rng_of(contents.parts["rng"][0], world.device):
         words.append("it was written on another kind of device: the device's random number generator is not restored")
     others = differences(contents.manifest.versions, conditions(world.device))
     if others:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import PurePath
@@ -14,10 +14,10 @@ from torch import nn
 
 from lockstep import callsite, knobs
 from lockstep._torch import ignored_by_ddp
-from lockstep.checkpoint import finite, state
+from lockstep.checkpoint import finite
 from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.manifest import FileEntry, Manifest
-from lockstep.checkpoint.match import bare, plain_names, under_plain_names
+from lockstep.checkpoint.match import bare, plain_names
 from lockstep.checkpoint.plan import Outline, StateLayout, WritePlan, Written, plan_writes, text
 from lockstep.checkpoint.run_folder import DraftCheckpoint, run_folder
 from lockstep.checkpoint.state import Moment, RunState
@@ -55,12 +55,22 @@ class Announcement:
 
 
 def prepare(
-    run: RunState, world: World, *, step: int, before: Callable[[], None], meant: finite.Meant = finite.NOTHING_MEANT
+    run: RunState,
+    world: World,
+    *,
+    step: int,
+    before: Callable[[], None],
+    meant: finite.Meant = finite.NOTHING_MEANT,
+    peers: Peers | None = None,
+    settle: Callable[[Sequence[dict[str, Any]]], Sequence[dict[str, Any]]] = list,
 ) -> WritePlan:
     """**Collective.** Decide what this rank is to write of a checkpoint at ``step``; nothing is copied yet.
 
-    ``before`` is run on each rank first; what it raises is raised on all. ``meant`` names the tensors that need
-    not be finite (:meth:`RunState.meant`).
+    Args:
+        before: run on each rank first; what it raises is raised on all.
+        meant: names the tensors that need not be finite (:meth:`RunState.meant`).
+        peers: the ranks, and the way they talk; None: over the world's process group.
+        settle: makes of the states of all ranks' generators, in order of rank, what is saved.
 
     Raises:
         CheckpointError: a rank's state can't be written down, or the ranks are not at the same step.
@@ -69,10 +79,10 @@ def prepare(
     def announce() -> tuple[StateLayout, Announcement]:
         before()
         layout = _lay_out(run, world, meant)
-        loader = None if run.loader is None else encode(run.loader.state_dict(), None, where="loader")
-        return layout, Announcement(step, state.capture_rng(world.device), loader, layout.outline())
+        loader = None if run.loader is None else encode(run.loader_state(), None, where="loader")
+        return layout, Announcement(step, run.generators(world.device).to_json(), loader, layout.outline())
 
-    (layout, _), records = together(world, announce, lambda both: both[1].to_json())
+    (layout, _), records = together(peers or world, announce, lambda both: both[1].to_json())
     ranks = [Announcement.from_json(record) for record in records]
     if any(rank.step != step for rank in ranks):
         raise CheckpointError(
@@ -81,7 +91,7 @@ def prepare(
         )
     texts = {}
     if world.is_main:
-        texts["rng.json"] = text([rank.rng for rank in ranks])
+        texts["rng.json"] = text([*settle([rank.rng for rank in ranks])])
         if run.loader is not None:  # the states are kept once if they are all the same
             loaders = [rank.loader for rank in ranks]
             texts["loader.json"] = text(loaders[:1] if all(one == loaders[0] for one in loaders) else loaders)
@@ -94,7 +104,7 @@ def _lay_out(run: RunState, world: World, meant: finite.Meant) -> StateLayout:
     parameters = frozenset(plain(name) for name, _ in model.named_parameters(remove_duplicate=False))
     common = run.common_trees()
     return StateLayout.of(
-        under_plain_names(model, model.state_dict()),
+        run.model_state(),
         run.trees() if world.is_main else common,
         parameters=parameters,
         is_main=world.is_main,

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
-from lockstep import accelerator
 from lockstep.checkpoint import finite
 from lockstep.checkpoint.encoding import digest_of
 from lockstep.checkpoint.manifest import Manifest
@@ -34,12 +31,12 @@ from lockstep.checkpoint.match import (
 )
 from lockstep.checkpoint.plan import is_of_an_optimizer
 from lockstep.checkpoint.read import Contents
+from lockstep.checkpoint.rng import Generators
 from lockstep.checkpoint.safetensors import USE_DCP, unsavable
 from lockstep.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
 from lockstep.job import flight
-from lockstep.step import gradient_order, loss_scale, streams
+from lockstep.step import gradient_order, loss_scale
 from lockstep.step.local_training import LocalTraining, local_training_of
-from lockstep.text import counted
 
 # The objects.
 
@@ -100,6 +97,32 @@ class RunState:
                     "on rank 0"
                 )
 
+    def model_state(self) -> dict[str, Any]:
+        """Return the model's state under the names of the bare model."""
+        model = bare(self.model)
+        return dict(under_plain_names(model, model.state_dict()))
+
+    def loader_state(self) -> dict[str, Any] | None:
+        """Return the loader's position; None: there is no loader."""
+        return None if self.loader is None else self.loader.state_dict()
+
+    def scheduler_state(self) -> dict[str, Any] | None:
+        """Return the scheduler's state; None: there is no scheduler."""
+        return None if self.scheduler is None else self.scheduler.state_dict()
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """Return the optimizer's state; None: there is no optimizer."""
+        return None if self.optimizer is None else self.optimizer.state_dict()
+
+    def generators(self, device: torch.device) -> Generators:
+        """Return the states of this rank's random number generators."""
+        return Generators.now(device)
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """List the optimizer and those among the extra objects."""
+        others = [thing for thing in self.extra.values() if isinstance(thing, torch.optim.Optimizer)]
+        return others if self.optimizer is None else [self.optimizer, *others]
+
     @property
     def local_training(self) -> LocalTraining | None:
         """The training of the ranks apart between rounds; None if they average every gradient."""
@@ -118,19 +141,19 @@ class RunState:
         training = self.local_training
         if training is None:
             return None
-        state = None if self.optimizer is None else self.optimizer.state_dict()["state"]
-        return {"optimizer": state, "rounds": training.own_state()}
+        state = self.optimizer_state()
+        return {"optimizer": None if state is None else state["state"], "rounds": training.own_state()}
 
     def _optimizer_tree(self) -> dict[str, Any]:
         if self.optimizer is None:
             return {}
-        return {"optimizer": {**describe_optimizer(self.optimizer), "state": self.optimizer.state_dict()}}
+        return {"optimizer": {**describe_optimizer(self.optimizer), "state": self.optimizer_state()}}
 
     def trees(self) -> dict[str, Any]:
         """Return everything but the model and the loader, by the name of its part."""
         parts = {**self.common_trees(), **self._optimizer_tree()}
         if self.scheduler is not None:
-            parts["scheduler"] = {"class": type(self.scheduler).__name__, "state": self.scheduler.state_dict()}
+            parts["scheduler"] = {"class": type(self.scheduler).__name__, "state": self.scheduler_state()}
         if self.extra:
             parts["extra"] = {name: _state_of(thing) for name, thing in self.extra.items()}
         orders = gradient_order.orders_in(bare(self.model))
@@ -452,47 +475,7 @@ class Position:
         flight.current.at_step(self.step)
 
 
-# Random number generators: Python's, NumPy's, torch's on the CPU and on this rank's accelerator.
-
-#: The generators that all ranks have in common, by their names in a state.
-_COMMON = ("python", "numpy", "torch")
-
-
-def capture_rng(device: torch.device) -> dict[str, Any]:
-    """Return the state of each of a rank's generators, in JSON types.
-
-    For torch's generator on the CPU this is the stream that the ranks have in common, also in the middle of a step: a
-    rank's own draws follow from it, see Note [Random numbers of a rank] in ``step/streams.py``. An accelerator's
-    generator has the name of its kind; a state without one has ``"cuda": None``, as it always had.
-    """
-    of_device = accelerator.rng_state(device)
-    version, words, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "python": [version, np.array(words, dtype="<u4").tobytes().hex(), gauss],
-        "numpy": [np.asarray(keys, dtype="<u4").tobytes().hex(), int(position), int(has_gauss), float(cached)],
-        "torch": _hex(streams.current.state),
-        **({"cuda": None} if of_device is None else {device.type: _hex(of_device)}),
-    }
-
-
-def refuse_malformed_rng(states: Any, *, count: int, where: str) -> None:
-    """Refuse states that :func:`restore_rng` can't take; nothing is changed.
-
-    Raises:
-        CheckpointCorrupt: these are not the states of ``count`` ranks.
-    """
-    try:
-        if type(states) is not list or len(states) != count:
-            raise ValueError(f"expected the states of {counted(count, 'rank')}")
-        for state in states:
-            random.Random().setstate(_python(state))
-            np.random.RandomState().set_state(_numpy(state))
-            torch.Generator().set_state(_bytes(state["torch"]))
-            for value in _of_devices(state).values():
-                _bytes(value)
-    except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise CheckpointCorrupt(f"{where}: not the states of random number generators: {error}") from None
+# Parts that are read before they are taken.
 
 
 def refuse_malformed_orders(part: Any, *, where: str) -> None:
@@ -515,52 +498,3 @@ def refuse_malformed_precision(part: Any, *, where: str) -> None:
     """
     if not isinstance(part, dict) or not loss_scale.is_state(part.get("loss_scale")):
         raise CheckpointCorrupt(f"{where}: not the state of a loss scale")
-
-
-def have_common_rng(states: Sequence[dict[str, Any]]) -> bool:
-    """Return whether the generators that all ranks have in common, all but the accelerators', were at the same
-    place."""
-    return all(each[name] == states[0][name] for each in states for name in _COMMON)
-
-
-def has_rng_of(state: dict[str, Any], device: torch.device) -> bool:
-    """Return whether a state is of a rank on the same kind of device."""
-    return set(_of_devices(state)) == ({device.type} - {"cpu"})
-
-
-def restore_common_rng(state: dict[str, Any]) -> None:
-    """Put the generators back that all ranks have in common."""
-    random.setstate(_python(state))
-    np.random.set_state(_numpy(state))
-    streams.current.state = _bytes(state["torch"])
-
-
-def restore_rng(state: dict[str, Any], device: torch.device) -> None:
-    """Put every generator back; an accelerator's only if the state is of a rank on the same kind of device."""
-    restore_common_rng(state)
-    of_device = _of_devices(state).get(device.type)
-    if of_device is not None:
-        accelerator.set_rng_state(_bytes(of_device), device)
-
-
-def _of_devices(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the states of accelerators' generators in ``state``, by kind: one, or none."""
-    return {kind: value for kind, value in state.items() if kind not in _COMMON and value is not None}
-
-
-def _python(state: dict[str, Any]) -> tuple[Any, ...]:
-    version, words, gauss = state["python"]
-    return version, tuple(int(word) for word in np.frombuffer(bytes.fromhex(words), dtype="<u4")), gauss
-
-
-def _numpy(state: dict[str, Any]) -> tuple[str, Any, int, int, float]:
-    keys, position, has_gauss, cached = state["numpy"]
-    return "MT19937", np.frombuffer(bytes.fromhex(keys), dtype="<u4"), position, has_gauss, cached
-
-
-def _hex(state: torch.Tensor) -> str:
-    return bytes(state.numpy()).hex()
-
-
-def _bytes(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -118,6 +118,10 @@ class OverStore:
             pause = min(2 * pause, _LONGEST_PAUSE)
         return [json.loads(self._store.get(name)) for name in names]
 
+    def read(self, number: int) -> list[Any]:
+        """Return every rank's record of the gather of this number, from 1, which all have handed over by now."""
+        return [json.loads(self._store.get(self._name(number, rank))) for rank in range(self.world_size)]
+
     def leave(self) -> None:
         """**Collective.** End the conversation. Rank 0, which may have the store, leaves last, or after a while."""
         if self.rank:

@@ -50,10 +50,13 @@ class LoaderState:
     #: How to go on in a stream with a state of its own, in JSON types: that of every rank, or, if the stream splits
     #: itself, of one rank; or None.
     stream: Any = None
+    #: True if the pass under way has come to its end: nothing is asked for any more, and nothing is drawn for that; or
+    #: None.
+    over: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the state in JSON types."""
-        later = ("slices", "threads", "costs", "sampler", "parts", "stream")  # what not every loader has
+        later = ("slices", "threads", "costs", "sampler", "parts", "stream", "over")  # what not every loader has
         return {"format": 1, **{k: v for k, v in asdict(self).items() if v is not None or k not in later}}
 
     def common(self) -> dict[str, Any]:

@@ -246,6 +246,8 @@ class ShardedLoader:
         self._cursor = Cursor()
         #: True from load_state_dict to the next pass: that pass continues the cursor's epoch.
         self._resuming = False
+        #: True from load_state_dict to the next pass if that pass has nothing left to give.
+        self._is_over = False
         #: Digest of the order that the next pass must have if the user's sampler is to continue an epoch.
         self._drawn: str | None = None
         #: The pass under way; a newer one supersedes it.
@@ -436,7 +438,7 @@ class ShardedLoader:
         self._take_slices(saved)
         self.seed = saved.seed
         self._cursor = saved.cursor
-        self._resuming = saved.cursor.in_epoch
+        self._resuming, self._is_over = saved.cursor.in_epoch, bool(saved.over)
         self._drawn, self._now = saved.drawn, None
         self._epochs.load(saved)
         self._pass = None
@@ -480,9 +482,14 @@ class ShardedLoader:
             drawn=(self._drawn if self._now is None else self._now.drawn) if self._cursor.in_epoch else None,
             slices=self.slices,
             threads=None if self._options is None else self._options.threads,
+            over=(self._cursor.in_epoch and (self._is_over or self._last_pass.is_over)) or None,
             costs=None if self._slicing is None or self._source.costs is None else self._source.costs.fact,
             **self._epochs.state(in_epoch=self._cursor.in_epoch),
         )
+
+    def position_now(self) -> Callable[[], dict[str, Any]]:
+        """Return a function that returns what :meth:`state_dict` would return now. Costs some microseconds."""
+        return self._state().to_json
 
     def _settings(self, *, batch: int) -> dict[str, Any]:
         """Return what the samples of a global batch, and of each rank's part of it, follow from, in JSON's types."""
@@ -638,11 +645,13 @@ class ShardedLoader:
                 yield fetched
 
     def _run_pass(self, hand_out: Callable[[Fetched], Iterator[Any]]) -> Iterator[Any]:
+        is_over, self._is_over = self._is_over, False
         mine = self._begin_pass()
         world, rank_stream = self._world, streams.current
         try:
-            self._ask(rank_stream)
-            for fetched in self._batches():
+            if not is_over:
+                self._ask(rank_stream)
+            for fetched in () if is_over else self._batches():
                 flight.current.leave(_DATA)
                 yield from hand_out(fetched)
                 for hook in self._boundary_hooks.values():

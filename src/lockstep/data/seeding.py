@@ -46,8 +46,8 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from lockstep.data.generators import GENERATORS
 from lockstep.data.mixing import mixed
+from lockstep.step.generators import GENERATORS
 
 Sample = TypeVar("Sample")
 

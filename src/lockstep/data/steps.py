@@ -38,13 +38,13 @@ from lockstep import accelerator
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.labels import labelled
 from lockstep.comm.world import World
-from lockstep.data.generators import NUMPY, PYTHON
 from lockstep.data.mixing import mix
 from lockstep.data.seeding import seed_generators
 from lockstep.errors import LockstepError
 from lockstep.job import flight
 from lockstep.job.page import Phase
 from lockstep.step import streams
+from lockstep.step.generators import NUMPY, PYTHON
 from lockstep.step.share import BatchShare
 from lockstep.step.slicing import Cut, SlicedStep
 

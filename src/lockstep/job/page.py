@@ -167,6 +167,8 @@ class Cell(enum.IntEnum):
     #: if it has a terminal to lend.
     GRANTED = 235
     LENDS = 236
+    #: This rank's call to save from the side; see Note [Saving from the side] in checkpoint/aside.py. 0: none.
+    ASIDE = 237
 
 
 class Text(enum.Enum):

@@ -31,7 +31,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import current_process, popen_fork, util
@@ -232,7 +232,11 @@ class Requests:
         self.listening = False
         #: True while the request to leave is being carried out.
         self.leaving = False
+        #: Leaves the run, which has been saved from the side; None: it has not been.
+        self.saved: Callable[[], None] | None = None
         self._asked_at = 0.0
+        #: True if the handler of the signal that asked to leave is still to be called.
+        self._is_noticed = False
         self._process = os.getpid()
         self._before: dict[signal.Signals, Any] = {}
 
@@ -255,6 +259,25 @@ class Requests:
         # Not documented, but what multiprocessing's own modules and torch use to act in a forked worker.
         util.register_after_fork(self, _spare_daemons)
         self._tell_launcher()
+
+    def noticed(self, signum: int) -> None:
+        """Take a signal for a request although the main thread, in compiled code, has not called its handler yet."""
+        if signum not in self._before or self._of_a_failed_job():
+            return
+        if signum == _SAVE:
+            self.save = True
+        elif self.stop is None:
+            self.stop, self._asked_at = signal.Signals(signum), time.monotonic()
+            self._is_noticed = True
+
+    def tell_main(self) -> bool:
+        """Make the main thread call :attr:`saved` where it is. Return False if none of its signals is ours any more."""
+        ours = [signum for signum in self._before if signal.getsignal(signum) == self._on_signal]
+        main = threading.main_thread().ident
+        if not ours or main is None:
+            return False
+        signal.pthread_kill(main, ours[0])
+        return True
 
     def leave(self) -> None:
         """Note that leaving has begun: further signals are ignored, also once the interpreter has no handlers left."""
@@ -283,6 +306,8 @@ class Requests:
         if os.getpid() != self._process:  # a forked child has this function too, and none of the steps
             if signum not in _FROM_THE_TERMINAL or not _becomes_daemon(frame):
                 _as_by_default(signum, frame)
+        elif self.saved is not None:
+            self.saved()
         elif signum == _SAVE:
             self.save = True
         elif signum == signal.SIGHUP and self._hung_up():
@@ -291,6 +316,8 @@ class Requests:
             _as_by_default(signum, frame)
         elif self.stop is None:
             self.stop, self._asked_at = signal.Signals(signum), time.monotonic()
+        elif self._is_noticed and signum == self.stop:
+            self._is_noticed = False
         elif knobs.job_dir() is None and time.monotonic() - self._asked_at > _SAME_SIGNAL:
             _as_by_default(signum, frame)  # a second request; under a launcher that tells echoes apart, and kills
 

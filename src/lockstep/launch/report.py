@@ -264,9 +264,8 @@ def outside_a_step(looks: Mapping[int, Look], signum: signal.Signals, *, left: f
     where = f"at a breakpoint ({look.debugged_at})" if look.debugging else f"in {NAMES[look.mark.phase]}"
     return (
         f"{cause(signum)} came outside of a training step: rank {rank} is {where}{others}. The "
-        f"ranks save once they come to their next step; those that have not saved in {left:.0f} s are killed, and the "
-        "run resumes from its newest checkpoint. Call saved.between_steps() in each turn of a loop that evaluates, so "
-        "that it can be left there, or give a longer --grace"
+        f"ranks save once they come to a step, or from the side; those that have not saved in {left:.0f} s are killed, "
+        "and the run resumes from its newest checkpoint. If they only need more time, give a longer --grace"
     )
 
 

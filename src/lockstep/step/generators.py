@@ -47,6 +47,10 @@ class Generator(Protocol):
         """Return whether it is in this state: nothing was drawn since, nor was it seeded."""
         ...
 
+    def legible(self, state: Any) -> Any:
+        """Return a state as the library's own function returns it."""
+        ...
+
 
 class _OfTorch:
     """torch's for the CPU."""
@@ -60,6 +64,9 @@ class _OfTorch:
     def is_at(self, state: torch.Tensor) -> bool:
         return bool(self.state().numpy().tobytes() == state.numpy().tobytes())
 
+    def legible(self, state: torch.Tensor) -> torch.Tensor:
+        return state
+
 
 class _OfPython:
     """That of the module ``random``."""
@@ -67,7 +74,8 @@ class _OfPython:
     def __init__(self) -> None:
         self._random: Any = random.getstate.__self__  # type: ignore[attr-defined]  # (a bound method)
         self.seed = random.seed
-        self._words = _words_of_python(self._random)
+        #: The memory of the words and of the index of the next, and where in it the index is.
+        self._words, self._index_at = _words_of_python(self._random)
 
     def state(self) -> Any:
         if self._words is None:
@@ -82,6 +90,13 @@ class _OfPython:
 
     def is_at(self, state: Any) -> bool:
         return bool(self.state() == state)
+
+    def legible(self, state: Any) -> Any:
+        if self._words is None:
+            return state
+        numbers = np.frombuffer(state[0], dtype=np.uint32).tolist()
+        index = numbers.pop(self._index_at // 4)
+        return random.Random.VERSION, (*numbers, index), state[1]
 
 
 class _OfNumpy:
@@ -121,6 +136,17 @@ class _OfNumpy:
             return now == state
         return bool(_texts(now) == _texts(state))
 
+    def legible(self, state: Any) -> Any:
+        if isinstance(state, dict):
+            if state["bit_generator"] != "MT19937":
+                return state
+            words, position = state["state"]["key"], state["state"]["pos"]
+            return "MT19937", words, position, state["has_gauss"], state["gauss"]
+        words, normal = state
+        flag, number = int.from_bytes(normal[:4], "little"), float(np.frombuffer(normal, dtype=np.float64)[1])
+        numbers = np.frombuffer(words, dtype=np.uint32)
+        return "MT19937", numbers[:-1], int(numbers[-1]), flag, number if flag else 0.0
+
     def _found(self) -> memoryview | None:
         """Return the words of the bit generator, which ``numpy.random.set_bit_generator`` may have replaced."""
         bits = np.random.get_bit_generator()  # type: ignore[attr-defined]  # (not in NumPy's stubs)
@@ -134,19 +160,20 @@ class _OfNumpy:
 _BYTES_OF_WORDS = 624 * 4
 
 
-def _words_of_python(of: random.Random) -> memoryview | None:
-    """Return the memory of a generator's words and of the index of the next; None: it was not found."""
+def _words_of_python(of: random.Random) -> tuple[memoryview | None, int]:
+    """Return the memory of a generator's words and of the index of the next, and where in it the index is; None: it was
+    not found."""
     ours = random.Random(20261125)
     ours.random()
     *words, index = ours.getstate()[1]
     place = _find(ours, random.Random, np.array(words, dtype=np.uint32).tobytes())
     if place is None:
-        return None
+        return None, 0
     for begins, at in ((place - 4, 0), (place, _BYTES_OF_WORDS)):  # the index is before the words, or after them
         memory = _memory(id(ours) + begins, _BYTES_OF_WORDS + 4)
         if int.from_bytes(memory[at : at + 4], "little") == index and _is_whole(ours, memory):
-            return _memory(id(of) + begins, _BYTES_OF_WORDS + 4)
-    return None
+            return _memory(id(of) + begins, _BYTES_OF_WORDS + 4), at
+    return None, 0
 
 
 def _is_whole(ours: random.Random, memory: memoryview) -> bool:

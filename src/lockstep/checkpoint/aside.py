@@ -1,0 +1,488 @@
+"""Save from the side: a thread of each rank writes the state of the last completed step, wherever the loop is.
+
+Note [Saving from the side]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A run that is asked to save does so between two steps, see ``boundary.py``. A loop that evaluates, compiles, waits for a
+sample or for a rank that does so comes there too late, or never. Then, after a pause without a step, a thread of each
+rank saves instead. The state is that of the latest point of rest (Note [Points of rest] in ``rest.py``); the ranks talk
+by their store, since their main threads may be in a collective; and what they do is decided in two rounds of records.
+
+1. Each rank *holds*: its main thread may go on, but not begin another optimizer step, nor pass the next boundary. It
+   tells the number of steps that it has taken. The all-reduce of gradients keeps ranks within one step of each other,
+   and nobody can go back, so the largest number is where all must come to: a rank that has taken fewer lets its main
+   thread take that step.
+2. Each rank that is there tells which points of rest it has; one that can't come there in time tells why. If all are
+   there they save the latest point that all have. Otherwise nothing is saved, all go on, and they try again later.
+
+A rank may be late by itself, so the decision is one key of the store, written by compare-and-set: the first who has
+heard of all writes "go", who has waited too long writes "off", and the first counts for all.
+
+Then the checkpoint is written as any other, from the live parameters, while the ranks hold. A run that was to stop
+leaves after that. A signal to the main thread makes it raise SystemExit where it is; one that is in compiled code and
+does not hear of it ends without it, before the others leave, since it may be in a collective with them.
+
+Ranks that have come to an evaluation at different times may have drawn different numbers from generators that they have
+in common. Those that were alike at the point of rest before are saved alike: as the first rank has them that is past
+the evaluation, or rank 0 if none is.
+
+How a signal reaches the thread while the main thread is in compiled code: Note [Woken by signals] in ``job/wakeup.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from lockstep import _torch, knobs
+from lockstep.checkpoint.encoding import digest_of
+from lockstep.checkpoint.rest import Rest, RunAtRest
+from lockstep.checkpoint.rng import COMMON
+from lockstep.checkpoint.save import Saved
+from lockstep.checkpoint.state import Moment
+from lockstep.comm.peers import OverStore, Peers
+from lockstep.comm.world import World
+from lockstep.errors import CheckpointError, CollectiveTimeout, LockstepError
+from lockstep.job import flight
+from lockstep.job.files import EXIT_SAVED
+from lockstep.job.page import Cell, Pages
+from lockstep.job.stop import Action, KeyValueStore, Requests
+from lockstep.job.wakeup import Wakeup
+from lockstep.text import which_ranks
+
+#: Seconds between two looks at what the main thread does, while the ranks wait for it.
+_NAP = 0.01
+#: Seconds after which a process that is to end at once ends whatever its buffers do.
+_FLUSH = 1.0
+
+
+class SavesAside(Protocol):
+    """The part of a Checkpointer that is needed."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is being written, by this thread's doing or in the background."""
+        ...
+
+    @property
+    def trains_apart(self) -> bool:
+        """Whether the ranks train apart between rounds."""
+        ...
+
+    def present_moment(self, *, epoch_done: bool | None = None, evaluating: bool = False) -> Moment:
+        """Return the place at which a run resumes that is saved now, by the user's word or in an evaluation."""
+        ...
+
+    def save_aside(self, run: RunAtRest, moment: Moment, peers: Peers, settle: Settle) -> Saved:
+        """**Collective.** Write a checkpoint of a run at rest, by these peers alone."""
+        ...
+
+
+#: Makes of the states of all ranks' generators what is saved.
+Settle = Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What a rank tells when it has come to the step at which the ranks save, or has not, in JSON types."""
+
+    #: Why it has not; empty: it has.
+    why: str
+    step: int
+    #: The points of rest that it has; 0: it is in an evaluation in the middle of a turn of the loop.
+    points: int
+    #: A digest of the random numbers that ranks have in common, at the last point of all.
+    common: str
+
+
+class SideSaver:
+    """One rank's thread that saves from the side. See Note [Saving from the side].
+
+    Args:
+        saver: the Checkpointer, which is not kept alive.
+        rest: the points of rest of its run.
+        requests: the requests that signals make of this process.
+        leave_word: tells the launcher, or the user, of a checkpoint after which the run is left.
+    """
+
+    def __init__(
+        self,
+        saver: SavesAside,
+        rest: Rest,
+        requests: Requests,
+        world: World,
+        *,
+        leave_word: Callable[[Saved, int], None],
+    ) -> None:
+        self._saver = weakref.ref(saver)
+        self._rest, self._requests, self._world = rest, requests, world
+        self._leave_word = leave_word
+        self._thread: threading.Thread | None = None
+        self._wakeup: Wakeup | None = None
+        self._calls: _Calls | None = None
+        self._closed = False
+        #: The number of the last attempt that this rank took part in; the reason why the last one came to nothing.
+        self._attempts, self._said = 0, ""
+        #: When the main thread last came to a boundary.
+        self._came_at = 0.0
+        #: The number of steps beyond which the main thread may not go; None: any. Guarded by the condition.
+        self._limit: int | None = None
+        self._free = threading.Condition()
+        #: True while the main thread waits in an evaluation for what the ranks decide.
+        self._is_paused = False
+        #: Set when the main thread has heard that the run is left, and when it may leave.
+        self._heard, self._may_leave = threading.Event(), threading.Event()
+        self._pid = os.getpid()
+
+    # On the main thread.
+
+    def start(self) -> None:
+        """Begin to attend to requests."""
+        if self._thread is not None or threading.current_thread() is not threading.main_thread():
+            return
+        self._calls = _calls(self._world)
+        self._attempts = self._calls.latest()[0]
+        self._wakeup = Wakeup()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="lockstep-side", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Attend to no more requests. A save under way is waited for."""
+        thread, self._thread = self._thread, None
+        if thread is None or self._pid != os.getpid() or thread is threading.current_thread():
+            return
+        self._closed = True
+        if self._wakeup is not None:
+            self._wakeup.wake()
+        thread.join()
+        if self._wakeup is not None:
+            self._wakeup.close()
+
+    def rest(self, moment: Moment, *, only_after_a_step: bool) -> None:
+        """Note a point of rest, as :meth:`Rest.note` does. Returns when the ranks hold no longer."""
+        self._came_at = time.monotonic()
+        with self._free:
+            # Where they hold, they use the points that there are, or wait for the first.
+            is_noted = self._limit is None or not self._rest.points
+            if is_noted:
+                self._rest.note(moment, only_after_a_step=only_after_a_step)
+            while self._limit is not None and not self._closed:
+                self._nap()
+            if not is_noted:
+                self._rest.note(moment, only_after_a_step=only_after_a_step)
+
+    def pause(self) -> None:
+        """Wait, if this rank was asked to save or to leave, until the ranks have decided: they need not wait for it.
+
+        For the main thread, in an evaluation.
+        """
+        if self._thread is None or (self._requests.wanted is None and self._limit is None):
+            return
+        attempts = self._attempts
+        limit = time.monotonic() + knobs.times().aside_answer
+        self._is_paused = True
+        try:
+            assert self._wakeup is not None  # made with the thread
+            self._wakeup.wake()
+            self._wait_while(
+                lambda: self._limit is not None or (self._attempts == attempts and time.monotonic() < limit)
+            )
+        finally:
+            self._is_paused = False
+
+    def _at_step(self) -> None:
+        """Wait before an optimizer's step that the ranks do not wait for."""
+        self._wait_while(lambda: self._limit is not None and self._step() >= self._limit)
+
+    def _wait_while(self, held: Callable[[], bool]) -> None:
+        with self._free:
+            while held() and not self._closed:
+                self._nap()
+
+    def _nap(self) -> None:
+        self._free.wait(_NAP)
+        if self._requests.saved is not None:
+            self._requests.saved()
+
+    def _leave_here(self) -> None:
+        """Leave the run, which has been saved, from wherever the main thread is."""
+        self._heard.set()
+        self._may_leave.wait(2 * knobs.times().aside_heard)
+        self._requests.leave()
+        raise SystemExit(EXIT_SAVED)
+
+    def _step(self) -> int:
+        saver = self._saver()
+        return 0 if saver is None else saver.step
+
+    # On the thread.
+
+    def _run(self) -> None:
+        times = knobs.times()
+        asked_at = 0.0
+        calls, wakeup = self._calls, self._wakeup
+        assert calls is not None  # both are made before the thread
+        assert wakeup is not None
+        while not self._closed:
+            for number in wakeup.wait(times.aside_look):
+                self._requests.noticed(number)
+            now = time.monotonic()
+            wanted = self._requests.wanted
+            asked_at = 0.0 if wanted is None else asked_at or now
+            if self._closed or self._requests.leaving or self._requests.saved is not None:
+                return
+            try:
+                latest, action = calls.latest()
+                if latest > self._attempts:
+                    self._attempt(latest, action)
+                elif wanted is not None and self._is_due(asked_at, now):
+                    calls.call(self._attempts + 1, wanted)
+                    self._attempt(self._attempts + 1, wanted)
+            except (RuntimeError, OSError) as error:  # the store has gone, and with it the job
+                self._say(f"can't save from the side any more: {error}", everywhere=True)
+                return
+
+    def _is_due(self, asked_at: float, now: float) -> bool:
+        """Return whether the main thread had its time to come to a boundary by itself."""
+        pause = knobs.times().aside
+        if self._is_paused:
+            return True
+        return now >= min(max(asked_at, self._came_at) + pause, asked_at + 3 * pause)
+
+    def _attempt(self, number: int, action: Action) -> None:
+        """**Collective** of the ranks' threads. Save, and leave if that is what was asked for."""
+        saver = self._saver()
+        if saver is None:
+            return
+        try:
+            self._hold(saver.step)
+            refused, ready = self._agree(saver, number)
+            if ready is None:
+                self._say_refused(refused, action)
+                return
+            try:
+                saved, step = self._save(saver, number, ready)
+            except CheckpointError as error:
+                self._say_refused(str(error), action)
+                return
+            self._said = ""
+            if action is Action.STOP:
+                self._leave(saved, step, number)
+                return
+            self._requests.save = False
+            self._say(f"saved at step {step} in {saved.folder}, from the side: the loop had not come to its next step")
+        finally:
+            self._attempts = number
+            if self._requests.saved is None:
+                self._release()
+
+    def _hold(self, limit: int) -> None:
+        with self._free:
+            self._limit = limit
+            self._rest.gate = self._at_step
+            self._free.notify_all()
+
+    def _release(self) -> None:
+        with self._free:
+            self._limit = None
+            self._rest.gate = None
+            self._free.notify_all()
+
+    def _agree(self, saver: SavesAside, number: int) -> tuple[str, list[_Ready] | None]:
+        """Return why the ranks do not save, or what each has told."""
+        store, world = _torch.default_store(), self._world
+        peers = self._peers(number, "agree", knobs.times().aside_answer)
+        decision = f"lockstep/side/{number}/decision"
+        late = ""
+        try:
+            steps = peers.gather(saver.step)
+            target = max(steps)
+            self._hold(target)
+            mine = self._come_to(saver, target)
+            records = peers.gather(vars(mine))
+            everyone = [_Ready(**record) for record in records]
+            if not any(each.why for each in everyone):
+                store.compare_set(decision, "", "go")
+        except CollectiveTimeout as error:
+            late = str(error)
+        if store.compare_set(decision, "", "off") == b"go":
+            if late:  # all had told by then
+                everyone = [_Ready(**record) for record in self._peers(number, "agree", 0.0).read(2)]
+            return "", everyone
+        if late:
+            return late, None
+        whys = {rank: each.why for rank, each in enumerate(everyone) if each.why}
+        rank = next(iter(whys))
+        others = [other for other in whys if other != rank]
+        more = f" (and {which_ranks(others)} likewise)" if others else ""
+        return f"rank {rank} of {world.world_size} {whys[rank]}{more}", None
+
+    def _come_to(self, saver: SavesAside, target: int) -> _Ready:
+        """Wait until the main thread has come to where the ranks save, or the time for that is over."""
+        deadline = time.monotonic() + knobs.times().aside_step
+        while (why := self._why_not(saver, target)) and time.monotonic() < deadline and not self._closed:
+            time.sleep(_NAP)
+        last = self._rest.last_generators
+        common = "" if last is None else _common_digest(last.to_json())
+        return _Ready(why, saver.step, len(self._rest.points), common)
+
+    def _why_not(self, saver: SavesAside, target: int) -> str:
+        """Return why this rank can't be saved now; empty: it can."""
+        if self._closed:
+            return "has left its loop"
+        if saver.is_saving:
+            return "is writing another checkpoint"
+        if saver.trains_apart or not self._rest.knows_steps:
+            kind = "is trained by LocalSteps" if saver.trains_apart else "has no optimizer= in its Checkpointer"
+            return "" if self._is_paused else f"{kind}, so it can only be left in a step or in saved.between_steps()"
+        if self._rest.is_stepping or saver.step < target:
+            return f"is in the middle of step {target if saver.step < target else target + 1}"
+        if self._rest.points or self._rest.evaluates or self._is_paused:
+            return ""
+        return (
+            f"has taken step {saver.step}, and its loop is still at what follows the optimizer's step: it has not "
+            "asked for its next batch"
+        )
+
+    def _save(self, saver: SavesAside, number: int, everyone: list[_Ready]) -> tuple[Saved, int]:
+        """**Collective.** Save the latest point that all ranks have. Return the checkpoint and its step."""
+        rest, rank = self._rest, self._world.rank
+        step = max(each.step for each in everyone)
+        if everyone[rank].points:
+            point = rest.points[min(max(each.points, 1) for each in everyone) - 1]
+        else:
+            point = rest.evaluating(saver.present_moment(evaluating=True))
+        begun = rest.begun
+        peers = self._peers(number, "write", self._world.timeout)
+        saved = saver.save_aside(rest.at(point), replace(point.moment, step=step), peers, _settle(everyone))
+        if rest.begun != begun:
+            raise LockstepError(f"rank {rank}: an optimizer has stepped while the ranks held for a save")
+        return saved, step
+
+    def _leave(self, saved: Saved, step: int, number: int) -> None:
+        """Leave the run, on all ranks."""
+        self._leave_word(saved, step)
+        self._say("the loop had not come to its next step, so the state of its last one was saved from the side")
+        self._requests.saved = self._leave_here
+        limit = knobs.times().aside_heard
+        told = self._requests.tell_main()
+        heard = self._heard.wait(limit) if told else True  # else it hears of it at its next step
+        try:
+            peers = self._peers(number, "leave", 3 * limit)
+            peers.gather(heard)
+            peers.leave()
+        except CollectiveTimeout as error:
+            self._say(str(error), everywhere=True)
+        self._may_leave.set()
+        if not heard:
+            self._end_now()
+
+    def _end_now(self) -> None:
+        """End this process, whose main thread is in compiled code."""
+        self._say("the main thread is in compiled code, so this rank ends without its finally: blocks", everywhere=True)
+        timer = threading.Timer(_FLUSH, os._exit, (EXIT_SAVED,))
+        timer.daemon = True
+        timer.start()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_SAVED)
+
+    def _peers(self, number: int, part: str, timeout: float) -> OverStore:
+        return OverStore(
+            _torch.default_store(),
+            rank=self._world.rank,
+            world_size=self._world.world_size,
+            key=f"lockstep/side/{number}/{part}",
+            timeout=timeout,
+        )
+
+    def _say_refused(self, why: str, action: Action) -> None:
+        if why == self._said:
+            return
+        self._said = why
+        what = "saved and left" if action is Action.STOP else "saved"
+        self._say(f"this run can't be {what} from the side yet: {why}. The ranks save once they come to a step")
+
+    def _say(self, text: str, *, everywhere: bool = False) -> None:
+        if everywhere or self._world.is_main:
+            who = f"rank {self._world.rank}: " if everywhere else ""
+            print(f"lockstep: {who}{text}", file=sys.stderr, flush=True)
+
+
+def _common_digest(states: dict[str, Any]) -> str:
+    return digest_of(repr([states[name] for name in COMMON]).encode())
+
+
+def _settle(everyone: Sequence[_Ready]) -> Settle:
+    """Return how the states of the ranks' generators are saved; see Note [Saving from the side]."""
+
+    def settle(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        if len({each.common for each in everyone}) > 1:  # the script has seeded ranks differently
+            return [*states]
+        past = next((rank for rank, each in enumerate(everyone) if each.points), 0)
+        common = {name: states[past][name] for name in COMMON}
+        return [{**state, **common} for state in states]
+
+    return settle
+
+
+class _Calls(Protocol):
+    """Where the ranks call each other to an attempt."""
+
+    def latest(self) -> tuple[int, Action]:
+        """Return the number of the latest attempt, 0 if there was none, and what it is to do."""
+
+    def call(self, number: int, action: Action) -> None:
+        """Call all ranks to an attempt."""
+
+
+class _OnPages:
+    """Calls on one host: a number in each rank's page."""
+
+    def __init__(self, pages: Pages, rank: int) -> None:
+        self._pages, self._rank = pages, rank
+
+    def latest(self) -> tuple[int, Action]:
+        number, action = divmod(max(self._pages.all(Cell.ASIDE)), len(Action))
+        return number, Action(action)
+
+    def call(self, number: int, action: Action) -> None:
+        self._pages.set(self._rank, Cell.ASIDE, number * len(Action) + action)
+
+
+class _InStore:
+    """Calls on several hosts, or under another launcher: keys of the process group's store."""
+
+    def __init__(self, store: KeyValueStore) -> None:
+        self._store = store
+        self._latest, self._action = 0, Action.STOP
+
+    def latest(self) -> tuple[int, Action]:
+        while self._store.check([self._key(self._latest + 1)]):
+            self._latest += 1
+            self._action = Action(int(self._store.get(self._key(self._latest))))
+        return self._latest, self._action
+
+    def call(self, number: int, action: Action) -> None:
+        self._store.compare_set(self._key(number), "", f"{action:d}")
+
+    @staticmethod
+    def _key(number: int) -> str:
+        return f"lockstep/side/{number}"
+
+
+def _calls(world: World) -> _Calls:
+    """Return calls in shared memory if one launcher of lockstep started all ranks, else in the group's store."""
+    pages = flight.current.pages
+    if pages is not None and knobs.store() is not None:
+        return _OnPages(pages, world.rank)
+    return _InStore(_torch.default_store())

@@ -1,0 +1,324 @@
+"""The moments at which nothing of a step is half done, and what a checkpoint of the latest of them needs.
+
+Note [Points of rest]
+~~~~~~~~~~~~~~~~~~~~~
+Between two optimizer steps the parameters and the optimizers' states are as the last step has left them. So a
+checkpoint of the moment at which that step was over can still be made long after it, as long as no optimizer has taken
+the next one. What else has changed since then was noted at that moment, the *point of rest*:
+
+- the loader's position, the options of the optimizer's groups, the scheduler's state and the random numbers, which are
+  small: together they take some ten microseconds;
+- what the model's forwards change by themselves, such as the statistics of batch norm, whose values are copied. Which
+  tensors these are is learned. Batch norms are known: they change theirs in C++, where torch counts no change. Of all
+  others that no optimizer steps, torch's counter of changes tells when one has changed, and at the first three points
+  the beginning of its bits is compared as well, for writes that torch does not count (``buffer.data``).
+
+Where the training loop asks for its next batch there is such a point if an optimizer has stepped since the last one
+(gradients that are being accumulated would be lost at any other), and there is one where the loader's pass is over, and
+where an epoch is. Points between which no optimizer has stepped are kept side by side, since the ranks may have come to
+different ones of them, and save that which all have come to.
+
+Extra objects (averages of weights, a GradScaler) are saved as they are: they change when an optimizer has stepped.
+
+From an optimizer's step until the next point of rest the rest of a turn of the user's loop is missing: the scheduler's
+step, an average of weights. Only an evaluation is known not to be part of a step, by the model's mode, and a run can be
+left in it with the batch in hand done.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lockstep import _torch, accelerator, bits
+from lockstep.checkpoint.match import bare, plain_names
+from lockstep.checkpoint.rng import Generators
+from lockstep.checkpoint.state import Moment, RunState, Stateful
+from lockstep.errors import CheckpointError
+from lockstep.text import listed
+
+#: The number of points at which the bits of tensors are compared, to find those that change without a count, and the
+#: bytes of each that are.
+_LEARNS, _BEGINNING = 3, 2**16
+#: Bytes of tensors that are copied at these points although they have not been seen to change.
+_SMALL = 2**20
+
+
+@dataclass(frozen=True)
+class RestPoint:
+    """What a checkpoint of one moment needs besides what only optimizers change; see Note [Points of rest]."""
+
+    moment: Moment
+    #: Returns the loader's state of that moment; None: there is no loader.
+    loader: Callable[[], dict[str, Any]] | None
+    scheduler: dict[str, Any] | None
+    #: The options of each of the optimizer's groups.
+    groups: list[dict[str, Any]]
+    generators: Generators
+    #: Reached when the device is done with all that was queued before; None: there is no device.
+    queued: torch.Event | None
+
+
+@dataclass(frozen=True)
+class RunAtRest(RunState):
+    """A run's objects with the states that they had at a point of rest."""
+
+    point: RestPoint | None = None
+    #: What forwards may have changed since, by its name in the model's state: the values of that moment.
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def model_state(self) -> dict[str, Any]:
+        """See the base class."""
+        state = super().model_state()
+        renamed = self.kept.keys() - state.keys()
+        if renamed:
+            raise CheckpointError(
+                f"model: {listed(sorted(renamed))} changes from step to step, and the state dict has it under another "
+                "name, so the value between two steps is not known in the middle of one"
+            )
+        return {**state, **self.kept}
+
+    def loader_state(self) -> dict[str, Any] | None:
+        """See the base class."""
+        return None if self.point is None or self.point.loader is None else self.point.loader()
+
+    def scheduler_state(self) -> dict[str, Any] | None:
+        """See the base class."""
+        return None if self.point is None else self.point.scheduler
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """See the base class."""
+        state = super().optimizer_state()
+        if state is None or self.point is None:
+            return state
+        groups = [{**now, **then} for now, then in zip(state["param_groups"], self.point.groups, strict=True)]
+        return {**state, "param_groups": groups}
+
+    def generators(self, device: torch.device) -> Generators:
+        """See the base class."""
+        return super().generators(device) if self.point is None else self.point.generators
+
+
+@dataclass
+class _Watched:
+    """A tensor of the model's that no optimizer steps."""
+
+    #: The module's dict that holds it, and its key there: modules may put another tensor in its place.
+    holder: dict[str, torch.Tensor | None]
+    key: str
+    #: Its name in the model's state.
+    name: str
+    #: True if it is copied at every point, since torch does not count its changes.
+    always: bool
+    #: It, its version and a digest of its beginning at the last look; None: there was none.
+    tensor: torch.Tensor | None = None
+    version: int = -1
+    digest: str = ""
+
+    def look(self, *, compare: bool) -> bool:
+        """Return whether it was seen to change since the last look, and note what it is now.
+
+        Args:
+            compare: compare its bits as well.
+        """
+        before, version, digest = self.tensor, self.version, self.digest
+        now = self.tensor = self.holder.get(self.key)
+        self.version = -1 if now is None or now.is_inference() else now._version
+        self.digest = self._digest() if compare else ""
+        if now is not before or now is None:
+            return now is not None and before is not None
+        if self.version != version or self.version == -1:
+            return True
+        if digest and self.digest and digest != self.digest:
+            self.always = True
+        return self.always
+
+    def has_moved(self) -> bool:
+        """Return whether it is not what it was at the last look, as far as can be seen."""
+        now = self.holder.get(self.key)
+        if now is not self.tensor or now is None:
+            return now is not self.tensor
+        return now.is_inference() or now._version != self.version or bool(self.digest and self._digest() != self.digest)
+
+    def _digest(self) -> str:
+        return "" if self.tensor is None or self.always else bits.hexdigest(self.tensor, _BEGINNING)
+
+
+class Rest:
+    """The points of rest of a run on this rank, as its main thread passes them. See Note [Points of rest].
+
+    Args:
+        run: the run, with an optimizer.
+        device: this rank's.
+    """
+
+    def __init__(self, run: RunState, device: torch.device) -> None:
+        self._run, self._device = run, device
+        #: Those since an optimizer's last step, in order.
+        self.points: list[RestPoint] = []
+        #: The random numbers at the last point of all.
+        self.last_generators: Generators | None = None
+        #: Optimizers' steps that have begun.
+        self.begun = 0
+        self._is_stepping = False
+        #: Called where an optimizer is about to step; None: it may.
+        self.gate: Callable[[], None] | None = None
+        self._watched: list[_Watched] | None = None
+        self._kept: dict[str, torch.Tensor] = {}
+        self._notes = 0
+        weak = weakref.ref(self)
+        for optimizer in run.optimizers():
+            optimizer.register_step_pre_hook(_through(weak, Rest._before_step))
+            optimizer.register_step_post_hook(_through(weak, Rest._after_step))
+
+    def note(self, moment: Moment, *, only_after_a_step: bool = False) -> None:
+        """Note a point of rest.
+
+        Args:
+            moment: the place at which a run that is saved here resumes.
+            only_after_a_step: do so only if an optimizer has stepped since the last one.
+        """
+        self._is_stepping = False  # a step that failed is over as well
+        if only_after_a_step and self.points:
+            return
+        if self._keep_what_changed():
+            self.points.clear()
+        self.points.append(self._point(moment))
+        self.last_generators = self.points[-1].generators
+
+    @property
+    def knows_steps(self) -> bool:
+        """Whether the run has an optimizer, by which it is known when the parameters change."""
+        return bool(self._run.optimizers())
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether an optimizer's step is under way, or has failed since the last point."""
+        return self._is_stepping
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the model is in eval mode."""
+        return not self._run.model.training
+
+    def evaluating(self, moment: Moment) -> RestPoint:
+        """Return the present as a point of rest, in an evaluation in the middle of a turn of the loop."""
+        return self._point(moment)
+
+    def at(self, point: RestPoint) -> RunAtRest:
+        """Return the run as it was at ``point``, one of :attr:`points` or one of :meth:`evaluating`.
+
+        Raises:
+            CheckpointError: something has changed since that was not copied.
+        """
+        run, kept = self._run, self._kept if point in self.points else {}
+        watched = self._watched if self._watched is not None and kept is self._kept else []
+        unknown = [each.name for each in watched if each.name not in kept and each.has_moved()]
+        if unknown:
+            raise CheckpointError(
+                f"model: {listed(unknown)} has changed for the first time in the middle of a step, so the value that "
+                "it had between the last two is not known"
+            )
+        return RunAtRest(run.model, run.optimizer, run.scheduler, run.loader, run.extra, point=point, kept=dict(kept))
+
+    def _point(self, moment: Moment) -> RestPoint:
+        run = self._run
+        return RestPoint(
+            moment,
+            _position_of(run.loader),
+            None if run.scheduler is None else dict(run.scheduler.state_dict()),
+            [
+                {name: value for name, value in group.items() if name != "params"}
+                for group in (() if run.optimizer is None else run.optimizer.param_groups)
+            ],
+            run.generators(self._device),
+            None if self._device.type == "cpu" else accelerator.mark(self._device),
+        )
+
+    def _before_step(self) -> None:
+        # First said, then asked: who holds this rank sees it step, or is seen by it.
+        self._is_stepping = True
+        while self.gate is not None:
+            self._is_stepping = False
+            self.gate()
+            self._is_stepping = True
+        self.begun += 1
+
+    def _after_step(self) -> None:
+        self._is_stepping = False
+        self.points.clear()
+
+    def _keep_what_changed(self) -> bool:
+        """Copy the tensors that forwards have changed. Return whether the copies of the last point are others now."""
+        if self._watched is None:
+            self._watched = self._list_watched()
+        learns = self._notes < _LEARNS
+        self._notes += 1
+        changed = {id(each) for each in self._watched if each.look(compare=learns)}
+        small = learns and sum(each.tensor.nbytes for each in self._watched if each.tensor is not None) <= _SMALL
+        into, of, others = [], [], False
+        for each in self._watched:
+            now, held = each.tensor, self._kept.get(each.name)
+            if now is None:
+                others |= self._kept.pop(each.name, None) is not None
+            elif each.always or small or held is not None or id(each) in changed:
+                if held is None or not _is_like(held, now):
+                    self._kept[each.name], others = now.detach().clone(), True
+                elif id(each) in changed or each.always:
+                    into.append(held)
+                    of.append(now.detach())
+        # Where an optimizer has stepped there is no point left that has the old copies.
+        if into and self.points and all(each.is_cpu for each in of):
+            others |= not all(map(bits.same, of, into))
+        if into:
+            torch._foreach_copy_(into, of)
+        return others
+
+    def _list_watched(self) -> list[_Watched]:
+        model = bare(self._run.model)
+        plain = plain_names(model)
+        stepped = {
+            id(param) for each in self._run.optimizers() for group in each.param_groups for param in group["params"]
+        }
+        counted_by_torch = _torch.batch_norm()
+        found = []
+        for path, module in model.named_modules(remove_duplicate=False):
+            always = isinstance(module, counted_by_torch)
+            held = [(module._buffers, key) for key in module._buffers if key not in module._non_persistent_buffers_set]
+            held += [(module._parameters, key) for key, one in module._parameters.items() if id(one) not in stepped]
+            for holder, key in held:
+                name = plain(f"{path}.{key}" if path else key)
+                found.append(_Watched(holder, key, name, always and holder is module._buffers))
+        return found
+
+
+def _position_of(loader: Stateful | None) -> Callable[[], dict[str, Any]] | None:
+    """Return a function that returns a loader's present state, also later; None: there is no loader."""
+    if loader is None:
+        return None
+    position_now: Callable[[], Callable[[], dict[str, Any]]] | None = getattr(loader, "position_now", None)
+    if position_now is not None:
+        return position_now()
+    state = copy.deepcopy(loader.state_dict())
+    return lambda: state
+
+
+def _is_like(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+
+def _through(weak: weakref.ref[Rest], method: Callable[[Rest], None]) -> Callable[..., None]:
+    """Return a hook of an optimizer that does not keep the Rest alive."""
+
+    @_torch.mark_untraced
+    def hook(*_: object) -> None:
+        alive = weak()
+        if alive is not None:
+            method(alive)
+
+    return hook

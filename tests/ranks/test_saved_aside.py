@@ -1,0 +1,301 @@
+"""Signals in places where a loop stays for long: the state of the last step is saved from the side, and resumes."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.job.files import EXIT_SAVED
+from tests.launching import Finished, run
+from tests.selection import each_value
+
+#: Trains nine steps in three epochs, and stays in one place in the middle of it, where a signal comes.
+_TRAIN = """
+import os, json, random, signal, sys, time
+from pathlib import Path
+import numpy as np, torch, lockstep
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+where, who, struck = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+world = lockstep.init()
+armed = struck and not (Path("run").exists() and any(Path("run").glob("step-*")))
+
+def stay(place, seconds=60.0):
+    global armed
+    if not armed or place != where:
+        return
+    armed = False
+    if world.is_main:
+        Path("struck at").write_text(str(time.time()))
+        pid = os.getppid()
+        if "LOCKSTEP_JOB_DIR" in os.environ:
+            status = Path(f"/proc/{pid}/status").read_text()
+            pid = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("PPid:"))
+        os.kill(os.getpid() if who == -2 else pid, struck)
+    if who not in (-1, -2, world.rank):
+        return
+    if place == "compiled code":
+        matrix, end = torch.ones(3000, 3000), time.monotonic() + seconds
+        while time.monotonic() < end:
+            matrix @ matrix
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not Path("go on").exists():
+        time.sleep(0.02)
+
+class Data(Dataset):
+    def __len__(self):
+        return 24
+    def __getitem__(self, i):
+        if where == "loader" and armed and step() == 4:
+            stay("loader")
+        return torch.full((4,), float(i)) + torch.rand(4) + random.random() + np.random.randn()
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.drop, self.b = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2)
+        self.register_buffer("queue", torch.zeros(4))
+        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
+        self.register_buffer("table", torch.zeros(600_000))  # too large to be copied before it is seen to change
+        self.slow = nn.Linear(4, 8).requires_grad_(False)
+    def forward(self, x):
+        if self.training:
+            self.queue[int(self.at) % 4] = int(self.at)
+            self.at += 1
+            self.table[int(self.at)] = 1
+            self.slow.weight.data = 0.9 * self.slow.weight.data + 0.1 * self.a.weight.data
+            if step() == 0:
+                stay("first forward")
+            if step() == 4:
+                stay("forward")
+                stay("compiled code")
+        return self.b(self.drop(torch.relu(self.norm(self.a(x) + self.slow(x)))))
+
+class Pass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        if step() == 4:
+            stay("backward")
+        return grad
+
+saved = None
+def step():
+    return 0 if saved is None else saved.step
+
+model = lockstep.replicate(Net())
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)
+loader = lockstep.shard(DataLoader(Data(), batch_size=8, shuffle=True))
+saved = lockstep.Checkpointer("run", model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+
+def evaluate(epoch):
+    model.eval()
+    random.random(), torch.rand(1), np.random.rand()
+    if epoch == 1:
+        stay("evaluation")
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    model.train()
+
+for epoch in saved.epochs(3):
+    if epoch == 1:
+        stay("epoch's beginning")
+    for batch in loader:
+        optimizer.zero_grad()
+        if step() == 4:
+            stay("sleep")
+        loss = Pass.apply(model(batch)).square().mean() * (1 + 0.1 * random.random())
+        loss.backward()
+        if step() == 4:
+            stay("before the step")
+        optimizer.step()
+        scheduler.step()
+        if step() == 5:
+            model.eval()
+            stay("evaluation in the middle")
+            model.train()
+            stay("after the step")
+    evaluate(epoch)
+    if epoch == 0:
+        saved.async_save()
+        stay("background save")
+        saved.save()
+        stay("after a save")
+state = [tensor.tolist() for tensor in model.state_dict().values()]
+if world.is_main:
+    Path("final").write_text(json.dumps([
+        state, optimizer.param_groups[0]["lr"], random.random(), np.random.rand(), torch.rand(1).item(), saved.step,
+    ]))
+"""
+PLACES = (
+    "first forward",
+    "forward",
+    "loader",
+    "sleep",
+    "backward",
+    "before the step",
+    "compiled code",
+    "evaluation",
+    "evaluation in the middle",
+    "epoch's beginning",
+    "background save",
+    "after a save",
+)
+#: Half of the pauses that users have.
+_TIMES = "0.5"
+
+
+def _train(
+    folder: Path,
+    where: str = "",
+    who: int = -1,
+    *,
+    struck: int = 0,
+    ranks: int = 2,
+    grace: str = "120",
+    times: str = _TIMES,
+    script: str = _TRAIN,
+) -> Finished:
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(script)
+    argv = ["lockstep", "run", "-n", str(ranks), "--grace", grace, "train.py", where, str(who), str(struck)]
+    return run(argv, folder, torch=True, env={"LOCKSTEP_TIMES": times})
+
+
+def _final(folder: Path) -> Any:
+    return json.loads((folder / "final").read_text())
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """What the undisturbed runs on one rank and on two end with."""
+    found = {}
+    for ranks in (1, 2):
+        folder = tmp_path_factory.mktemp(f"calm-{ranks}")
+        assert _train(folder, ranks=ranks).code == 0
+        found[ranks] = _final(folder)
+    return found
+
+
+@each_value(place=PLACES, ranks_who=[(1, -1), (2, -1), (2, 0), (2, 1)])
+def test_a_signal_in_any_place_saves_the_last_step_and_the_bits(
+    tmp_path: Path, calm: dict[int, Any], place: str, ranks_who: tuple[int, int]
+) -> None:
+    ranks, who = ranks_who
+    if place == "before the step" and who >= 0:
+        pytest.skip("the other rank takes that step: see the test below")
+    stopped = _train(tmp_path, place, who, struck=signal.SIGTERM, ranks=ranks)
+    assert stopped.code == EXIT_SAVED, stopped
+    assert "was saved from the side" in stopped.err, stopped
+    assert not (tmp_path / "final").exists()
+    resumed = _train(tmp_path, place, who, struck=signal.SIGTERM, ranks=ranks)
+    assert resumed.code == 0, resumed
+    assert _final(tmp_path) == calm[ranks]
+
+
+@pytest.mark.campaign
+@pytest.mark.timed
+@pytest.mark.parametrize("place", PLACES)
+def test_it_is_saved_within_two_seconds(tmp_path: Path, place: str) -> None:
+    stopped = _train(tmp_path, place, struck=signal.SIGTERM, times="1")
+    assert stopped.code == EXIT_SAVED, stopped
+    newest = max(path.stat().st_mtime for path in (tmp_path / "run").glob("step-*/manifest.json"))
+    assert newest - float((tmp_path / "struck at").read_text()) < 2.0
+
+
+def test_what_is_half_done_is_not_saved_and_named(tmp_path: Path) -> None:
+    stopped = _train(tmp_path, "before the step", 1, struck=signal.SIGTERM, grace="3", times="0.5,aside_step=1")
+    assert stopped.code == 128 + signal.SIGTERM, stopped
+    words = "this run can't be saved and left from the side yet: rank 1 of 2 is in the middle of step 5."
+    assert stopped.err.count(words) == 1, stopped
+    assert "came outside of a training step: rank 1 is in your code" in stopped.err
+    assert not [*(tmp_path / "run").glob("step-00000005*")]
+    assert not [*(tmp_path / "run").glob("*.tmp-*")]
+
+
+def test_what_comes_to_its_end_is_saved_there(tmp_path: Path, calm: dict[int, Any]) -> None:
+    (tmp_path / "go on").touch()
+    stopped = _train(tmp_path, "after the step", 1, struck=signal.SIGTERM)
+    assert stopped.code == EXIT_SAVED, stopped
+    assert _train(tmp_path).code == 0
+    assert _final(tmp_path) == calm[2]
+
+
+def test_a_run_that_is_to_save_goes_on_after_it(tmp_path: Path, calm: dict[int, Any]) -> None:
+    script = _TRAIN.replace('not Path("go on").exists()', 'not any(Path("run").glob("step-00000006*"))')
+    finished = _train(tmp_path, "evaluation", struck=signal.SIGUSR1, script=script)
+    assert finished.code == 0, finished
+    assert "saved at step 6" in finished.err
+    assert "from the side: the loop had not come to its next step" in finished.err
+    assert _final(tmp_path) == calm[2]
+
+
+def test_one_rank_alone_is_asked(tmp_path: Path, calm: dict[int, Any]) -> None:
+    stopped = _train(tmp_path, "evaluation", -2, struck=signal.SIGTERM)
+    assert stopped.code == EXIT_SAVED, stopped
+    assert _train(tmp_path).code == 0
+    assert _final(tmp_path) == calm[2]
+
+
+def test_under_torchrun(tmp_path: Path, calm: dict[int, Any]) -> None:
+    (tmp_path / "train.py").write_text(_TRAIN)
+    argv = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py", "evaluation", "-2", "15"]
+    stopped = run(argv, tmp_path, torch=True, env={"LOCKSTEP_TIMES": _TIMES})
+    assert "was saved from the side" in stopped.err, stopped
+    assert "exitcode  : 75" in stopped.err.replace("exitcode : ", "exitcode  : "), stopped
+    assert _train(tmp_path).code == 0
+    assert _final(tmp_path) == calm[2]
+
+
+_ALONE = """
+import os, signal, sys, time, torch, lockstep
+world = lockstep.init()
+model = lockstep.replicate(torch.nn.Linear(2, 2), **({"sync": lockstep.LocalSteps(2)} if sys.argv[1] == "apart" else {}))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.ones(8, 2))
+loader = lockstep.shard(torch.utils.data.DataLoader(data, batch_size=4))
+saved = lockstep.Checkpointer(
+    "run", model=model, loader=loader, **({} if sys.argv[1] == "without" else {"optimizer": optimizer})
+)
+for epoch in saved.epochs(2):
+    for batch, in loader:
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if sys.argv[1] == "without":
+        saved.step += 1
+    model.eval()
+    if int(sys.argv[3]):
+        if world.is_main:
+            os.kill(os.getpid(), signal.SIGTERM)
+        for turn in range(3000):
+            time.sleep(0.02)
+            if int(sys.argv[2]):
+                saved.between_steps()
+    model.train()
+"""
+
+
+@pytest.mark.parametrize("kind", ["apart", "without"])
+def test_an_evaluation_that_is_not_known_is_left_in_between_steps(tmp_path: Path, kind: str) -> None:
+    stopped = _train(tmp_path, kind, 1, struck=1, script=_ALONE)
+    assert stopped.code == EXIT_SAVED, stopped
+    resumed = _train(tmp_path, kind, 1, script=_ALONE)
+    assert resumed.code == 0, resumed
+    assert "resumed from step" in resumed.err
+
+
+def test_an_evaluation_that_is_not_known_says_what_it_needs(tmp_path: Path) -> None:
+    stopped = _train(tmp_path, "without", 0, struck=1, grace="3", script=_ALONE, times="0.5,aside_step=1")
+    assert stopped.code == 128 + signal.SIGTERM, stopped
+    assert "has no optimizer= in its Checkpointer, so it can only be left in a step or in saved.between_steps()" in (
+        stopped.err
+    )

@@ -49,6 +49,8 @@ class Times:
     aside: float = _pause(1.0)
     #: The interval between two looks whether another rank wants to save from the side.
     aside_look: float = _pause(0.4)
+    #: The interval between two looks how full the disk of the checkpoints is.
+    aside_room: float = _pause(10.0)
     #: The time for a rank that saves from the side to come to the step of the others, and for its answer to them, which
     #: is more.
     aside_step: float = _limit(3.0)

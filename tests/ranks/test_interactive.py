@@ -243,8 +243,8 @@ def test_a_rank_that_does_not_stop_is_ended_with_the_others(monkeypatch: pytest.
         import time
         while rank == 1 or 'said' not in globals():
             try:
-                print('now', flush=True)
                 said = True
+                print('now', flush=True)
                 time.sleep(1000)
             except KeyboardInterrupt:
                 pass

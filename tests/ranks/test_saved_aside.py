@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tests.selection import each_value
 
 #: Trains nine steps in three epochs, and stays in one place in the middle of it, where a signal comes.
 _TRAIN = """
-import os, json, random, signal, sys, time
+import hashlib, os, json, random, signal, sys, time
 from pathlib import Path
 import numpy as np, torch, lockstep
 from torch import nn
@@ -129,7 +130,7 @@ for epoch in saved.epochs(3):
         stay("background save")
         saved.save()
         stay("after a save")
-state = [tensor.tolist() for tensor in model.state_dict().values()]
+state = {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in model.state_dict().items()}
 if world.is_main:
     Path("final").write_text(json.dumps([
         state, optimizer.param_groups[0]["lr"], random.random(), np.random.rand(), torch.rand(1).item(), saved.step,
@@ -167,7 +168,7 @@ def _train(
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(script)
     argv = ["lockstep", "run", "-n", str(ranks), "--grace", grace, "train.py", where, str(who), str(struck)]
-    return run(argv, folder, torch=True, env={"LOCKSTEP_TIMES": times})
+    return run(argv, folder, torch=True, LOCKSTEP_TIMES=times)
 
 
 def _final(folder: Path) -> Any:
@@ -185,11 +186,11 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     return found
 
 
-@each_value(place=PLACES, ranks_who=[(1, -1), (2, -1), (2, 0), (2, 1)])
+@each_value(place=PLACES, staying=["of 1", "of 2", "0 of 2", "1 of 2"])
 def test_a_signal_in_any_place_saves_the_last_step_and_the_bits(
-    tmp_path: Path, calm: dict[int, Any], place: str, ranks_who: tuple[int, int]
+    tmp_path: Path, calm: dict[int, Any], place: str, staying: str
 ) -> None:
-    ranks, who = ranks_who
+    ranks, who = int(staying[-1]), int(staying[0]) if staying[0].isdigit() else -1
     if place == "before the step" and who >= 0:
         pytest.skip("the other rank takes that step: see the test below")
     stopped = _train(tmp_path, place, who, struck=signal.SIGTERM, ranks=ranks)
@@ -216,8 +217,15 @@ def test_what_is_half_done_is_not_saved_and_named(tmp_path: Path) -> None:
     assert stopped.code == 128 + signal.SIGTERM, stopped
     words = "this run can't be saved and left from the side yet: rank 1 of 2 is in the middle of step 5."
     assert stopped.err.count(words) == 1, stopped
-    assert "came outside of a training step: rank 1 is in your code" in stopped.err
     assert not [*(tmp_path / "run").glob("step-00000005*")]
+    shutil.rmtree(tmp_path / "run")
+    stopped = _train(tmp_path, "after the step", struck=signal.SIGTERM, grace="4", times="0.5,aside_step=1")
+    assert stopped.code == 128 + signal.SIGTERM, stopped
+    words = "rank 0 of 2 has taken step 5, and its loop is still at what follows the optimizer's step"
+    assert stopped.err.count(words) == 1, stopped
+    assert "SIGTERM came outside of a training step: rank 0 is in your code (1 more outside of a step, too)." in (
+        stopped.err
+    )
     assert not [*(tmp_path / "run").glob("*.tmp-*")]
 
 
@@ -248,7 +256,7 @@ def test_one_rank_alone_is_asked(tmp_path: Path, calm: dict[int, Any]) -> None:
 def test_under_torchrun(tmp_path: Path, calm: dict[int, Any]) -> None:
     (tmp_path / "train.py").write_text(_TRAIN)
     argv = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py", "evaluation", "-2", "15"]
-    stopped = run(argv, tmp_path, torch=True, env={"LOCKSTEP_TIMES": _TIMES})
+    stopped = run(argv, tmp_path, torch=True, LOCKSTEP_TIMES=_TIMES)
     assert "was saved from the side" in stopped.err, stopped
     assert "exitcode  : 75" in stopped.err.replace("exitcode : ", "exitcode  : "), stopped
     assert _train(tmp_path).code == 0
@@ -258,7 +266,8 @@ def test_under_torchrun(tmp_path: Path, calm: dict[int, Any]) -> None:
 _ALONE = """
 import os, signal, sys, time, torch, lockstep
 world = lockstep.init()
-model = lockstep.replicate(torch.nn.Linear(2, 2), **({"sync": lockstep.LocalSteps(2)} if sys.argv[1] == "apart" else {}))
+apart = {"sync": lockstep.LocalSteps(2)} if sys.argv[1] == "apart" else {}
+model = lockstep.replicate(torch.nn.Linear(2, 2), **apart)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = torch.utils.data.TensorDataset(torch.ones(8, 2))
 loader = lockstep.shard(torch.utils.data.DataLoader(data, batch_size=4))
@@ -276,7 +285,7 @@ for epoch in saved.epochs(2):
     if int(sys.argv[3]):
         if world.is_main:
             os.kill(os.getpid(), signal.SIGTERM)
-        for turn in range(3000):
+        for turn in range(3000 if int(sys.argv[2]) else 100):
             time.sleep(0.02)
             if int(sys.argv[2]):
                 saved.between_steps()
@@ -294,8 +303,8 @@ def test_an_evaluation_that_is_not_known_is_left_in_between_steps(tmp_path: Path
 
 
 def test_an_evaluation_that_is_not_known_says_what_it_needs(tmp_path: Path) -> None:
-    stopped = _train(tmp_path, "without", 0, struck=1, grace="3", script=_ALONE, times="0.5,aside_step=1")
-    assert stopped.code == 128 + signal.SIGTERM, stopped
+    stopped = _train(tmp_path, "without", 0, struck=1, script=_ALONE, times="0.5,aside_step=1")
+    assert stopped.code == EXIT_SAVED, stopped  # where the evaluation was over
     assert "has no optimizer= in its Checkpointer, so it can only be left in a step or in saved.between_steps()" in (
         stopped.err
     )

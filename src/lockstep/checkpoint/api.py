@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
 import threading
 import weakref
@@ -22,6 +23,7 @@ from lockstep.checkpoint.aside import Settle
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.boundary import StepBoundary
 from lockstep.checkpoint.finite import NOTHING_MEANT
+from lockstep.checkpoint.match import bare
 from lockstep.checkpoint.missing import words_on_missing
 from lockstep.checkpoint.plan import WritePlan
 from lockstep.checkpoint.rest import Rest, RunAtRest
@@ -264,6 +266,28 @@ class Checkpointer:
     def trains_apart(self) -> bool:
         """Whether the ranks train apart between rounds."""
         return self._local_training is not None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there are steps that are in no checkpoint."""
+        return self._position.step != (self._position.last_saved or 0)
+
+    def room(self) -> tuple[int, int] | None:
+        """**Rank 0.** Return the bytes that are free where checkpoints go, and those of a checkpoint; None: unknown."""
+        if not isinstance(self.folder, Path):
+            return None
+        try:
+            free = shutil.disk_usage(self.folder).free
+            newest = next(iter(run_folder(self.folder, self._storage).checkpoints()), None)
+            if newest is not None:
+                return free, sum(each.stat().st_size for each in Path(newest).iterdir())
+        except OSError:  # a checkpoint that has just been removed, a disk that is gone: the next save says so
+            return None
+        state = bare(self._run.model).state_dict().values()
+        # An optimizer mostly holds two numbers for each of the model's.
+        return free, 3 * sum(
+            each.nbytes for each in state if isinstance(each, torch.Tensor) and not nn.parameter.is_lazy(each)
+        )
 
     def present_moment(self, *, epoch_done: bool | None = None, evaluating: bool = False) -> Moment:
         """Return the place at which a run resumes that is saved now.

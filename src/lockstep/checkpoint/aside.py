@@ -17,6 +17,9 @@ by their store, since their main threads may be in a collective; and what they d
 A rank may be late by itself, so the decision is one key of the store, written by compare-and-set: the first who has
 heard of all writes "go", who has waited too long writes "off", and the first counts for all.
 
+A nearly full disk is another reason to save: rank 0's thread asks for it when there is room for one checkpoint and not
+for two.
+
 Then the checkpoint is written as any other, from the live parameters, while the ranks hold. A run that was to stop
 leaves after that. A signal to the main thread makes it raise SystemExit where it is; one that is in compiled code and
 does not hear of it ends without it, before the others leave, since it may be in a collective with them.
@@ -53,7 +56,7 @@ from lockstep.job.files import EXIT_SAVED
 from lockstep.job.page import Cell, Pages
 from lockstep.job.stop import Action, KeyValueStore, Requests
 from lockstep.job.wakeup import Wakeup
-from lockstep.text import which_ranks
+from lockstep.text import as_size, which_ranks
 
 #: Seconds between two looks at what the main thread does, while the ranks wait for it.
 _NAP = 0.01
@@ -75,6 +78,15 @@ class SavesAside(Protocol):
     @property
     def trains_apart(self) -> bool:
         """Whether the ranks train apart between rounds."""
+        ...
+
+    def room(self) -> tuple[int, int] | None:
+        """**Rank 0.** Return the bytes that are free where checkpoints go, and those of a checkpoint; None: unknown."""
+        ...
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there are steps that are in no checkpoint."""
         ...
 
     def present_moment(self, *, epoch_done: bool | None = None, evaluating: bool = False) -> Moment:
@@ -133,6 +145,8 @@ class SideSaver:
         self._attempts, self._said = 0, ""
         #: When the main thread last came to a boundary.
         self._came_at = 0.0
+        #: When the disk is looked at next, and True once it was found nearly full.
+        self._look_at_room, self._is_full = 0.0, False
         #: The number of steps beyond which the main thread may not go; None: any. Guarded by the condition.
         self._limit: int | None = None
         self._free = threading.Condition()
@@ -236,6 +250,7 @@ class SideSaver:
             for number in wakeup.wait(times.aside_look):
                 self._requests.noticed(number)
             now = time.monotonic()
+            self._watch_room(now)
             wanted = self._requests.wanted
             asked_at = 0.0 if wanted is None else asked_at or now
             if self._closed or self._requests.leaving or self._requests.saved is not None:
@@ -250,6 +265,26 @@ class SideSaver:
             except (RuntimeError, OSError) as error:  # the store has gone, and with it the job
                 self._say(f"can't save from the side any more: {error}", everywhere=True)
                 return
+
+    def _watch_room(self, now: float) -> None:
+        """**Rank 0.** Ask for a save while the disk has room for one, but not for two."""
+        saver = self._saver()
+        if now < self._look_at_room or saver is None or not self._world.is_main:
+            return
+        self._look_at_room = now + knobs.times().aside_room
+        found = saver.room()
+        if found is None:
+            return
+        free, size = found
+        if free >= 3 * size:
+            self._is_full = False
+        elif free < 2 * size and not self._is_full and saver.has_news:
+            self._is_full = True
+            self._requests.save = True
+            self._say(
+                f"only {as_size(free)} are left where the checkpoints go, and one takes {as_size(size)}: the run saves "
+                "now, while there is room"
+            )
 
     def _is_due(self, asked_at: float, now: float) -> bool:
         """Return whether the main thread had its time to come to a boundary by itself."""

@@ -31,7 +31,7 @@ import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,11 +46,10 @@ from lockstep.text import listed
 #: bytes of each that are.
 _LEARNS, _BEGINNING = 3, 2**16
 #: Bytes of tensors that are copied at these points although they have not been seen to change.
-_SMALL = 2**20
+_SMALL = 64 * 2**20
 
 
-@dataclass(frozen=True)
-class RestPoint:
+class RestPoint(NamedTuple):
     """What a checkpoint of one moment needs besides what only optimizers change; see Note [Points of rest]."""
 
     moment: Moment
@@ -216,15 +215,18 @@ class Rest:
         Raises:
             CheckpointError: something has changed since that was not copied.
         """
-        run, kept = self._run, self._kept if point in self.points else {}
-        watched = self._watched if self._watched is not None and kept is self._kept else []
+        run = self._run
+        noted = any(point is one for one in self.points)
+        stepped = self._stepped()  # what was frozen once may be trained by now
+        watched = [each for each in self._watched or () if noted and id(each.holder.get(each.key)) not in stepped]
+        kept = {each.name: self._kept[each.name] for each in watched if each.name in self._kept}
         unknown = [each.name for each in watched if each.name not in kept and each.has_moved()]
         if unknown:
             raise CheckpointError(
                 f"model: {listed(unknown)} has changed for the first time in the middle of a step, so the value that "
                 "it had between the last two is not known"
             )
-        return RunAtRest(run.model, run.optimizer, run.scheduler, run.loader, run.extra, point=point, kept=dict(kept))
+        return RunAtRest(run.model, run.optimizer, run.scheduler, run.loader, run.extra, point=point, kept=kept)
 
     def _point(self, moment: Moment) -> RestPoint:
         run = self._run
@@ -267,28 +269,32 @@ class Rest:
             if now is None:
                 others |= self._kept.pop(each.name, None) is not None
             elif each.always or small or held is not None or id(each) in changed:
-                if held is None or not _is_like(held, now):
+                if held is None or held.shape != now.shape or held.dtype != now.dtype or held.device != now.device:
                     self._kept[each.name], others = now.detach().clone(), True
-                elif id(each) in changed or each.always:
+                elif each.always or id(each) in changed:
                     into.append(held)
-                    of.append(now.detach())
+                    of.append(now)
         # Where an optimizer has stepped there is no point left that has the old copies.
         if into and self.points and all(each.is_cpu for each in of):
             others |= not all(map(bits.same, of, into))
         if into:
-            torch._foreach_copy_(into, of)
+            with torch.no_grad():
+                torch._foreach_copy_(into, of)
         return others
+
+    def _stepped(self) -> set[int]:
+        """Return the ids of the parameters that optimizers step."""
+        groups = [group for each in self._run.optimizers() for group in each.param_groups]
+        return {id(param) for group in groups for param in group["params"] if param.requires_grad}
 
     def _list_watched(self) -> list[_Watched]:
         model = bare(self._run.model)
         plain = plain_names(model)
-        stepped = {
-            id(param) for each in self._run.optimizers() for group in each.param_groups for param in group["params"]
-        }
-        counted_by_torch = _torch.batch_norm()
+        stepped = self._stepped()
+        norms = _torch.batch_norm()
         found = []
         for path, module in model.named_modules(remove_duplicate=False):
-            always = isinstance(module, counted_by_torch)
+            always = isinstance(module, norms)
             held = [(module._buffers, key) for key in module._buffers if key not in module._non_persistent_buffers_set]
             held += [(module._parameters, key) for key, one in module._parameters.items() if id(one) not in stepped]
             for holder, key in held:
@@ -306,10 +312,6 @@ def _position_of(loader: Stateful | None) -> Callable[[], dict[str, Any]] | None
         return position_now()
     state = copy.deepcopy(loader.state_dict())
     return lambda: state
-
-
-def _is_like(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
 def _through(weak: weakref.ref[Rest], method: Callable[[Rest], None]) -> Callable[..., None]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +19,7 @@ from lockstep.text import counted
 COMMON = ("python", "numpy", "torch")
 
 
-@dataclass(frozen=True)
-class Generators:
+class Generators(NamedTuple):
     """The states of a rank's generators at one moment.
 
     For torch's generator on the CPU this is the stream that the ranks have in common, also in the middle of a step: a

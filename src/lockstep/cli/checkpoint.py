@@ -1,4 +1,4 @@
-"""``lockstep checkpoint``: look at a run's checkpoints, check them, remove what is not needed, go back, hand one on."""
+"""``lockstep checkpoint``: look at a run's checkpoints, check and remove them, make one now, go back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STEP = click.option(
 
 @click.group(cls=Commands)
 def checkpoint() -> None:
-    """List, show, verify, prune, rewind and export checkpoints.
+    """List, show, verify, save, prune, rewind and export checkpoints.
 
     FOLDER is the folder that a run gives to lockstep.Checkpointer, or the folder of one checkpoint (step-…); on a disk
     or, except for rewind, in an object store (s3://bucket/run).
@@ -261,6 +261,33 @@ def prune(
             console.print(f"not removed: {path.name}: {why}", markup=False)
         console.print(f"kept: {', '.join(entry.name for entry in plan.kept)}", markup=False)
     sys.exit(1 if done.failed else 0)
+
+
+@checkpoint.command(short_help="Have a running job save now.")
+@_FOLDER
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time to wait for the checkpoint.",
+)
+@AS_JSON
+def save(folder: PurePath, timeout: float, as_json: bool) -> None:
+    """Have the job that trains in FOLDER save now, and print the checkpoint.
+
+    The job saves after its next step or, where its loop does not come to one within a second, from the side the state
+    of its last step, and continues. Give the command on the machine of rank 0.
+    """
+    with errors():
+        from lockstep.checkpoint.ask import save_now
+
+        made = save_now(folder, limit=timeout)
+        if as_json:
+            print_json("checkpoint.save", {"folder": made.parent, "name": made.name})
+        else:
+            open_console(soft_wrap=True).print(str(made), markup=False)
 
 
 @checkpoint.command(short_help="Go back to an earlier checkpoint.")

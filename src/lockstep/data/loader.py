@@ -470,8 +470,15 @@ class ShardedLoader:
         return handle
 
     def _state(self) -> LoaderState:
+        over = self._cursor.in_epoch and (self._is_over or self._last_pass.is_over)
+        return self._state_at(self._cursor, self._drawn_so_far(), self.slices, is_over=over)
+
+    def _drawn_so_far(self) -> str | None:
+        return self._drawn if self._now is None else self._now.drawn
+
+    def _state_at(self, cursor: Cursor, drawn: str | None, slices: int | None, *, is_over: bool) -> LoaderState:
         return LoaderState(
-            cursor=self._cursor,
+            cursor=cursor,
             seed=self.seed,
             order=self._source.order,
             length=self._source.length,
@@ -479,17 +486,22 @@ class ShardedLoader:
             drop_last=self.drop_last,
             num_workers=self.num_workers if self._source.order == "stream" else None,
             parts=None if self._source.split_by is None else self._world.world_size,
-            drawn=(self._drawn if self._now is None else self._now.drawn) if self._cursor.in_epoch else None,
-            slices=self.slices,
+            drawn=drawn if cursor.in_epoch else None,
+            slices=slices,
             threads=None if self._options is None else self._options.threads,
-            over=(self._cursor.in_epoch and (self._is_over or self._last_pass.is_over)) or None,
+            over=is_over or None,
             costs=None if self._slicing is None or self._source.costs is None else self._source.costs.fact,
-            **self._epochs.state(in_epoch=self._cursor.in_epoch),
+            **self._epochs.state(in_epoch=cursor.in_epoch),
         )
 
     def position_now(self) -> Callable[[], dict[str, Any]]:
         """Return a function that returns what :meth:`state_dict` would return now. Costs some microseconds."""
-        return self._state().to_json
+        if self._source.order not in ("sequential", "shuffled"):  # others have a state of their own
+            return self._state().to_json
+        cursor = self._cursor
+        over = cursor.in_epoch and (self._is_over or self._last_pass.is_over)
+        drawn, slices = self._drawn_so_far(), self.slices
+        return lambda: self._state_at(cursor, drawn, slices, is_over=over).to_json()
 
     def _settings(self, *, batch: int) -> dict[str, Any]:
         """Return what the samples of a global batch, and of each rank's part of it, follow from, in JSON's types."""

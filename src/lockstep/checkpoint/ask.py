@@ -1,0 +1,68 @@
+"""Ask the job that trains in a folder to save now."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import PurePath
+
+from lockstep import _proc
+from lockstep.checkpoint.locks import Owner
+from lockstep.checkpoint.run_folder import RunFolder, run_folder
+from lockstep.errors import CheckpointError
+from lockstep.text import as_duration
+
+#: Seconds between two looks for the checkpoint.
+_PAUSE = 0.1
+
+
+def save_now(root: PurePath, *, limit: float) -> PurePath:
+    """Have the job that owns a run's folder save, wherever its loop is, and return the new checkpoint.
+
+    Args:
+        root: the folder of the run's checkpoints, or its address in a store.
+        limit: seconds to wait for the checkpoint.
+
+    Raises:
+        CheckpointError: no job of this machine trains there, it takes no requests, or it did not save in time.
+    """
+    folder = run_folder(root)
+    owner = _owner_here(folder)
+    if not _proc.catches(owner.pid, signal.SIGUSR1):
+        raise CheckpointError(
+            f"{root} belongs to {owner}, which takes no requests: only a loop over its Checkpointer's epochs does, "
+            "in a program that has no handler of its own for SIGUSR1"
+        )
+    before = set(folder.checkpoints())
+    try:
+        os.kill(owner.pid, signal.SIGUSR1)
+    except PermissionError:
+        raise CheckpointError(f"{root} belongs to {owner}: only that user can ask it to save") from None
+    deadline = time.monotonic() + limit
+    while not (new := [path for path in folder.checkpoints() if path not in before and folder.has_manifest(path.name)]):
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{owner} has not saved within {as_duration(limit)}; what keeps it is in its output, and "
+                "lockstep runs stack shows where its ranks are"
+            )
+        if not _is_there(owner):
+            raise CheckpointError(f"{owner} has ended, and has not saved")
+        time.sleep(_PAUSE)
+    return new[0]
+
+
+def _owner_here(folder: RunFolder) -> Owner:
+    owner = folder.owner_now()
+    if owner is None:
+        raise CheckpointError(f"no job trains in {folder.path}, so there is nothing to save")
+    if (owner.boot, owner.namespace) != (_proc.boot_id(), _proc.pid_namespace()):
+        raise CheckpointError(
+            f"{folder.path} belongs to {owner}: give the command there, where its processes can be seen"
+        )
+    return owner
+
+
+def _is_there(owner: Owner) -> bool:
+    state = _proc.stat(owner.pid)
+    return state is not None and not state.is_dead and state.started == owner.start

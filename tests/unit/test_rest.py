@@ -1,0 +1,164 @@
+"""Points of rest: what is copied at them, and what a run is saved with in the middle of a step."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lockstep.checkpoint.rest import Rest
+from lockstep.checkpoint.state import Moment, RunState
+from lockstep.errors import CheckpointError
+
+CPU = torch.device("cpu")
+
+
+class _Model(nn.Module):
+    def __init__(self, *, large: int = 4) -> None:
+        super().__init__()
+        self.layer, self.norm, self.slow = nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2).requires_grad_(False)
+        self.register_buffer("constant", torch.arange(float(large)))
+        self.register_buffer("uncounted", torch.zeros(large))
+        self.register_buffer("replaced", torch.zeros(2))
+        self.register_buffer("not_saved", torch.zeros(2), persistent=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.uncounted.data[0] += 1  # type: ignore[operator,index]
+            self.replaced = self.replaced + 1
+            self.slow.weight.data = 0.5 * self.slow.weight.data + 1
+        return self.norm(self.layer(values) + self.slow(values))  # type: ignore[no-any-return]
+
+
+def _run(model: nn.Module, **optimizers: torch.optim.Optimizer) -> RunState:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    return RunState(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1), extra=optimizers)
+
+
+def _step(run: RunState) -> None:
+    assert run.optimizer is not None
+    run.model(torch.randn(4, 2)).square().sum().backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def _values(state: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+    return {name: value.flatten().tolist() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_a_forward_after_a_point_leaves_no_trace(steps: int) -> None:
+    run = _run(_Model())
+    rest = Rest(run, CPU)
+    rest.note(Moment(0, 0, in_epoch=True))
+    for step in range(steps):
+        _step(run)
+        assert not rest.points
+        rest.note(Moment(step + 1, 0, in_epoch=True), only_after_a_step=True)
+    (point,) = rest.points
+    before = _values(run.model_state())
+    python, numpy, common = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    run.model(torch.randn(4, 2))
+    random.random(), np.random.normal()
+    assert run.scheduler is not None
+    assert run.optimizer is not None
+    run.optimizer.param_groups[0]["lr"] = 7.0
+    assert _values(run.model_state()) != before
+    then = rest.at(point)
+    assert _values(then.model_state()) == before
+    saved = then.generators(CPU).to_json()
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(common)
+    assert saved == run.generators(CPU).to_json()
+    state = then.optimizer_state()
+    assert state is not None
+    assert state["param_groups"][0]["lr"] == 0.1
+
+
+def test_large_constants_are_not_copied() -> None:
+    run = _run(_Model(large=2**25))  # 128 MiB
+    rest = Rest(run, CPU)
+    for step in range(3):
+        rest.note(Moment(step, 0, in_epoch=True))
+        _step(run)
+    rest.note(Moment(3, 0, in_epoch=True))
+    assert "constant" not in rest._kept
+    assert {"uncounted", "replaced", "slow.weight", "norm.running_mean"} <= rest._kept.keys()
+
+
+def test_what_changes_for_the_first_time_in_a_step_is_named() -> None:
+    model = _Model(large=2**25)
+    run = _run(model)
+    rest = Rest(run, CPU)
+    rest.note(Moment(0, 0, in_epoch=True))
+    run.model(torch.randn(4, 2))
+    with pytest.raises(CheckpointError, match=r"uncounted.* has changed for the first time in the middle of a step"):
+        rest.at(rest.points[0])
+
+
+def test_a_parameter_that_is_trained_by_now_is_the_present_one() -> None:
+    run = _run(_Model())
+    rest = Rest(run, CPU)
+    rest.note(Moment(0, 0, in_epoch=True))
+    run.model.slow.weight.requires_grad_(True)  # type: ignore[operator,union-attr]
+    _step(run)
+    rest.note(Moment(1, 0, in_epoch=True))
+    _step(run)
+    rest.note(Moment(2, 0, in_epoch=True))
+    now = _values(run.model_state())
+    assert _values(rest.at(rest.points[0]).model_state()) == now
+
+
+def test_points_without_a_step_between_them_are_kept() -> None:
+    run = _run(_Model())
+    rest = Rest(run, CPU)
+    _step(run)
+    for epoch in range(3):
+        rest.note(Moment(1, epoch, in_epoch=False))
+    rest.note(Moment(1, 3, in_epoch=True), only_after_a_step=True)  # gradients are being accumulated
+    assert [point.moment.epoch for point in rest.points] == [0, 1, 2]
+    run.model(torch.randn(4, 2))  # statistics are gathered anew: the copies are those of the last point only
+    rest.note(Moment(1, 4, in_epoch=False))
+    assert [point.moment.epoch for point in rest.points] == [4]
+
+
+def test_any_optimizer_counts_and_a_gate_holds_it() -> None:
+    model, other = _Model(), nn.Linear(1, 1)
+    second = torch.optim.SGD(other.parameters(), lr=0.1)
+    rest = Rest(_run(model, second=second), CPU)
+    rest.note(Moment(0, 0, in_epoch=True))
+    held = []
+
+    def gate() -> None:
+        held.append(rest.is_stepping)
+        if len(held) == 2:
+            rest.gate = None
+
+    rest.gate = gate
+    other(torch.ones(1)).backward()
+    second.step()
+    assert held == [False, False]
+    assert not rest.points
+    assert not rest.is_stepping
+
+
+def test_a_step_that_fails_is_under_way_until_the_next_point() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]  # noqa: ARG002
+            raise RuntimeError("no")
+
+    model = nn.Module()
+    model.p = parameter
+    optimizer = Failing([parameter], lr=0.1)
+    rest = Rest(RunState(model, optimizer), CPU)
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+    assert rest.is_stepping
+    rest.note(Moment(0, 0, in_epoch=True))
+    assert not rest.is_stepping

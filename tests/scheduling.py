@@ -34,6 +34,7 @@ WAITING = frozenset(
         "ranks/test_run_restarts",
         "ranks/test_run_stops",
         "ranks/test_run_summary",
+        "ranks/test_saved_aside",
         "ranks/test_shm_faults",
         "ranks/test_spawn",
         "ranks/test_trace",

@@ -31,6 +31,7 @@ ATTRIBUTES = {
         "_parameters",
         "_buffers",
         "_modules",
+        "_non_persistent_buffers_set",  # the buffers that a state dict leaves out
         "_forward_pre_hooks",  # there is no public way to see a module's hooks
         "_replicate_for_data_parallel",  # defined by modules that customise their replicas, such as RNNs
         "_is_replica",  # set by _replicate_for_data_parallel

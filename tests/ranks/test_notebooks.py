@@ -175,7 +175,7 @@ def test_the_notebook_on_trouble(tmp_path: Path) -> None:
     assert left_out.startswith("rank 0 saves")
     assert "rank 1 has come to the end of the cell without that call" in left_out
     assert "rank 1 of 2 has held up the others" in late
-    assert dead.startswith("RankFailed: rank 1 of 2 failed: killed by signal 9")
+    assert "RankFailed: rank 1 of 2 failed: killed by signal 9" in dead  # (that the late rank moved on may come first)
     assert fresh.endswith("False")
     assert "Add --new to end them" in other
     assert more == "3"

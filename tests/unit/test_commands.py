@@ -47,7 +47,7 @@ def test_there_are_eight_commands_three_of_them_groups() -> None:
         ),
         "replay",
         "checkpoint",
-        *(f"checkpoint {name}" for name in ("ls", "show", "verify", "prune", "rewind", "export")),
+        *(f"checkpoint {name}" for name in ("ls", "show", "verify", "prune", "save", "rewind", "export")),
         "verify",
         "port",
         "doctor",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.rest import Rest
-from lockstep.checkpoint.state import Moment, RunState
+from lockstep.checkpoint.state import Position, RunState
 from lockstep.errors import CheckpointError
 
 CPU = torch.device("cpu")
@@ -22,6 +22,7 @@ class _Model(nn.Module):
         self.layer, self.norm, self.slow = nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2).requires_grad_(False)
         self.register_buffer("constant", torch.arange(float(large)))
         self.register_buffer("uncounted", torch.zeros(large))
+        self.replaced: torch.Tensor
         self.register_buffer("replaced", torch.zeros(2))
         self.register_buffer("not_saved", torch.zeros(2), persistent=False)
 
@@ -52,12 +53,12 @@ def _values(state: dict[str, torch.Tensor]) -> dict[str, list[float]]:
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
 def test_a_forward_after_a_point_leaves_no_trace(steps: int) -> None:
     run = _run(_Model())
-    rest = Rest(run, CPU)
-    rest.note(Moment(0, 0, in_epoch=True))
-    for step in range(steps):
+    rest = Rest(run, Position(), CPU)
+    rest.note(None)
+    for _ in range(steps):
         _step(run)
         assert not rest.points
-        rest.note(Moment(step + 1, 0, in_epoch=True), only_after_a_step=True)
+        rest.note(None, only_after_a_step=True)
     (point,) = rest.points
     before = _values(run.model_state())
     python, numpy, common = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -81,11 +82,11 @@ def test_a_forward_after_a_point_leaves_no_trace(steps: int) -> None:
 
 def test_large_constants_are_not_copied() -> None:
     run = _run(_Model(large=2**25))  # 128 MiB
-    rest = Rest(run, CPU)
-    for step in range(3):
-        rest.note(Moment(step, 0, in_epoch=True))
+    rest = Rest(run, Position(), CPU)
+    for _ in range(3):
+        rest.note(None)
         _step(run)
-    rest.note(Moment(3, 0, in_epoch=True))
+    rest.note(None)
     assert "constant" not in rest._kept
     assert {"uncounted", "replaced", "slow.weight", "norm.running_mean"} <= rest._kept.keys()
 
@@ -93,8 +94,8 @@ def test_large_constants_are_not_copied() -> None:
 def test_what_changes_for_the_first_time_in_a_step_is_named() -> None:
     model = _Model(large=2**25)
     run = _run(model)
-    rest = Rest(run, CPU)
-    rest.note(Moment(0, 0, in_epoch=True))
+    rest = Rest(run, Position(), CPU)
+    rest.note(None)
     run.model(torch.randn(4, 2))
     with pytest.raises(CheckpointError, match=r"uncounted.* has changed for the first time in the middle of a step"):
         rest.at(rest.points[0])
@@ -102,35 +103,38 @@ def test_what_changes_for_the_first_time_in_a_step_is_named() -> None:
 
 def test_a_parameter_that_is_trained_by_now_is_the_present_one() -> None:
     run = _run(_Model())
-    rest = Rest(run, CPU)
-    rest.note(Moment(0, 0, in_epoch=True))
+    rest = Rest(run, Position(), CPU)
+    rest.note(None)
     run.model.slow.weight.requires_grad_(True)  # type: ignore[operator,union-attr]
     _step(run)
-    rest.note(Moment(1, 0, in_epoch=True))
+    rest.note(None)
     _step(run)
-    rest.note(Moment(2, 0, in_epoch=True))
+    rest.note(None)
     now = _values(run.model_state())
     assert _values(rest.at(rest.points[0]).model_state()) == now
 
 
 def test_points_without_a_step_between_them_are_kept() -> None:
     run = _run(_Model())
-    rest = Rest(run, CPU)
+    position = Position()
+    rest = Rest(run, position, CPU)
     _step(run)
-    for epoch in range(3):
-        rest.note(Moment(1, epoch, in_epoch=False))
-    rest.note(Moment(1, 3, in_epoch=True), only_after_a_step=True)  # gradients are being accumulated
+    for position.epoch in range(3):
+        rest.note(False)
+    position.epoch = 3
+    rest.note(None, only_after_a_step=True)  # gradients are being accumulated
     assert [point.moment.epoch for point in rest.points] == [0, 1, 2]
     run.model(torch.randn(4, 2))  # statistics are gathered anew: the copies are those of the last point only
-    rest.note(Moment(1, 4, in_epoch=False))
+    position.epoch = 4
+    rest.note(False)
     assert [point.moment.epoch for point in rest.points] == [4]
 
 
 def test_any_optimizer_counts_and_a_gate_holds_it() -> None:
     model, other = _Model(), nn.Linear(1, 1)
     second = torch.optim.SGD(other.parameters(), lr=0.1)
-    rest = Rest(_run(model, second=second), CPU)
-    rest.note(Moment(0, 0, in_epoch=True))
+    rest = Rest(_run(model, second=second), Position(), CPU)
+    rest.note(None)
     held = []
 
     def gate() -> None:
@@ -156,9 +160,9 @@ def test_a_step_that_fails_is_under_way_until_the_next_point() -> None:
     model = nn.Module()
     model.p = parameter
     optimizer = Failing([parameter], lr=0.1)
-    rest = Rest(RunState(model, optimizer), CPU)
+    rest = Rest(RunState(model, optimizer), Position(), CPU)
     with pytest.raises(RuntimeError):
         optimizer.step()
     assert rest.is_stepping
-    rest.note(Moment(0, 0, in_epoch=True))
+    rest.note(None)
     assert not rest.is_stepping

@@ -70,6 +70,7 @@ VERSIONS = {
     "torch.nn.Module._parameters": "2.9 to 2.15",
     "torch.nn.Module._buffers": "2.9 to 2.15",
     "torch.nn.Module._modules": "2.9 to 2.15",
+    "torch.nn.Module._non_persistent_buffers_set": "2.9 to 2.15",
     "torch.nn.Module._forward_pre_hooks": "2.9 to 2.15",
     "torch.nn.Module._replicate_for_data_parallel": "2.9 to 2.15",
     "torch.nn.Module._is_replica": "2.9 to 2.15",

@@ -142,7 +142,7 @@ class Checkpointer:
             self._position.count(optimizer)
         #: Held while a checkpoint is written in the foreground or from the side.
         self._writing = threading.Lock()
-        self._rest = Rest(self._run, world.device)
+        self._rest = Rest(self._run, self._position, world.device)
         self._boundary = StepBoundary(self, world, self._rest, counts_steps=optimizer is not None)
         self._boundary.watch(loader)
         #: The step at which the epoch under way began.
@@ -214,7 +214,7 @@ class Checkpointer:
                 )
             while position.epoch < count:
                 position.in_body, self._began_at = True, position.step
-                self._boundary.rest(self.present_moment(epoch_done=False))
+                self._boundary.rest(epoch_done=False)
                 yield position.epoch
                 self._boundary.reached(epoch_done=True, last=position.epoch + 1 == count)
                 position.in_body = False
@@ -253,7 +253,7 @@ class Checkpointer:
         self._boundary.between_steps(epoch_done=False if self._position.in_body and not loader_knows else None)
 
     def _note_end_of_pass(self) -> None:
-        self._boundary.rest(self.present_moment())
+        self._boundary.rest()
 
     # For the boundary, and for the thread that saves from the side.
 
@@ -289,19 +289,14 @@ class Checkpointer:
             each.nbytes for each in state if isinstance(each, torch.Tensor) and not nn.parameter.is_lazy(each)
         )
 
-    def present_moment(self, *, epoch_done: bool | None = None, evaluating: bool = False) -> Moment:
-        """Return the place at which a run resumes that is saved now.
-
-        Args:
-            epoch_done: as for :meth:`save`.
-            evaluating: this is an evaluation, in an epoch that is not done.
-        """
+    def epoch_is_done(self) -> bool | None:
+        """Return whether the epoch is done where a run is saved now, in an evaluation; None: the loader knows."""
         position, loader = self._position, self._run.loader
-        if evaluating and not getattr(loader, "in_epoch", False):
-            begins = position.in_body and position.step == self._began_at
-            knows = isinstance(getattr(loader, "in_epoch", None), bool)
-            epoch_done = False if begins or (position.in_body and not knows) else None
-        return position.moment(loader, epoch_done=epoch_done, metric=None)
+        if getattr(loader, "in_epoch", False):
+            return None
+        begins = position.in_body and position.step == self._began_at
+        knows = isinstance(getattr(loader, "in_epoch", None), bool)
+        return False if begins or (position.in_body and not knows) else None
 
     def save_aside(self, run: RunAtRest, moment: Moment, peers: Peers, settle: Settle) -> Saved:
         """**Collective.** Write a checkpoint of a run at rest, by these peers alone; for a thread.
@@ -449,7 +444,7 @@ class Checkpointer:
         if drift and self._world.is_main and not self._said_apart:
             self._said_apart = True
             callsite.warn(drift, RuntimeWarning)
-        moment = position.moment(run.loader, epoch_done=epoch_done, metric=_finite(metric))
+        moment = position.now().moment(run.loader, epoch_done=epoch_done, metric=_finite(metric))
         return plan, replace(moment, hosts=self._world.hosts, conditions=conditions(self._world.device))
 
     def _refuse_foreign_folder(self) -> None:

@@ -89,8 +89,8 @@ class SavesAside(Protocol):
         """Whether there are steps that are in no checkpoint."""
         ...
 
-    def present_moment(self, *, epoch_done: bool | None = None, evaluating: bool = False) -> Moment:
-        """Return the place at which a run resumes that is saved now, by the user's word or in an evaluation."""
+    def epoch_is_done(self) -> bool | None:
+        """Return whether the epoch is done where a run is saved now, in an evaluation; None: the loader knows."""
         ...
 
     def save_aside(self, run: RunAtRest, moment: Moment, peers: Peers, settle: Settle) -> Saved:
@@ -181,18 +181,20 @@ class SideSaver:
         if self._wakeup is not None:
             self._wakeup.close()
 
-    def rest(self, moment: Moment, *, only_after_a_step: bool) -> None:
+    def rest(self, epoch_done: bool | None, *, only_after_a_step: bool = False) -> None:
         """Note a point of rest, as :meth:`Rest.note` does. Returns when the ranks hold no longer."""
+        if self._thread is None:
+            return
         self._came_at = time.monotonic()
         with self._free:
             # Where they hold, they use the points that there are, or wait for the first.
             is_noted = self._limit is None or not self._rest.points
             if is_noted:
-                self._rest.note(moment, only_after_a_step=only_after_a_step)
+                self._rest.note(epoch_done, only_after_a_step=only_after_a_step)
             while self._limit is not None and not self._closed:
                 self._nap()
             if not is_noted:
-                self._rest.note(moment, only_after_a_step=only_after_a_step)
+                self._rest.note(epoch_done, only_after_a_step=only_after_a_step)
 
     def pause(self) -> None:
         """Wait, if this rank was asked to save or to leave, until the ranks have decided: they need not wait for it.
@@ -395,7 +397,7 @@ class SideSaver:
         if everyone[rank].points:
             point = rest.points[min(max(each.points, 1) for each in everyone) - 1]
         else:
-            point = rest.evaluating(saver.present_moment(evaluating=True))
+            point = rest.evaluating(saver.epoch_is_done())
         begun = rest.begun
         peers = self._peers(number, "write", self._world.timeout)
         saved = saver.save_aside(rest.at(point), replace(point.moment, step=step), peers, _settle(everyone))
@@ -445,7 +447,7 @@ class SideSaver:
             return
         self._said = why
         what = "saved and left" if action is Action.STOP else "saved"
-        self._say(f"this run can't be {what} from the side yet: {why}. The ranks save once they come to a step")
+        self._say(f"this run can't be {what} from the side yet, and once the ranks have come to a step: {why}")
 
     def _say(self, text: str, *, everywhere: bool = False) -> None:
         if everywhere or self._world.is_main:

@@ -22,7 +22,6 @@ from lockstep._files import describe
 from lockstep.checkpoint.aside import SavesAside, SideSaver
 from lockstep.checkpoint.rest import Rest
 from lockstep.checkpoint.save import Saved
-from lockstep.checkpoint.state import Moment
 from lockstep.comm.calls import calling
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.world import World
@@ -109,7 +108,7 @@ class StepBoundary:
             return
         if not self._requests.listening:
             self.listen()
-        self.rest(saver.present_moment(epoch_done=epoch_done), only_after_a_step=epoch_done is not True)
+        self._side.rest(epoch_done, only_after_a_step=epoch_done is not True)
         self._boundaries += 1
         training = saver._local_training if trained_apart else None
         if training is not None:
@@ -127,9 +126,9 @@ class StepBoundary:
         elif due is Action.STOP:
             self._save_and_leave(saver, epoch_done)
 
-    def rest(self, moment: Moment, *, only_after_a_step: bool = False) -> None:
-        """Note a point of rest; see Note [Points of rest]."""
-        self._side.rest(moment, only_after_a_step=only_after_a_step)
+    def rest(self, epoch_done: bool | None = None) -> None:
+        """Note a point of rest: see Note [Points of rest] in rest.py."""
+        self._side.rest(epoch_done)
 
     def in_evaluation(self) -> None:
         """Note a moment in an evaluation, which other ranks need not reach.

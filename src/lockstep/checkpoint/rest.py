@@ -31,16 +31,19 @@ import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from lockstep import _torch, accelerator, bits
 from lockstep.checkpoint.match import bare, plain_names
 from lockstep.checkpoint.rng import Generators
-from lockstep.checkpoint.state import Moment, RunState, Stateful
+from lockstep.checkpoint.state import Counts, Moment, Position, RunState, Stateful
 from lockstep.errors import CheckpointError
 from lockstep.text import listed
+
+_copy = _torch.foreach_copy()
 
 #: The number of points at which the bits of tensors are compared, to find those that change without a count, and the
 #: bytes of each that are.
@@ -49,18 +52,42 @@ _LEARNS, _BEGINNING = 3, 2**16
 _SMALL = 64 * 2**20
 
 
+class LoaderPosition(Protocol):
+    """A loader's position at one moment."""
+
+    @property
+    def state(self) -> Callable[[], dict[str, Any]]:
+        """Returns the loader's state of that moment."""
+        ...
+
+
 class RestPoint(NamedTuple):
     """What a checkpoint of one moment needs besides what only optimizers change; see Note [Points of rest]."""
 
-    moment: Moment
-    #: Returns the loader's state of that moment; None: there is no loader.
-    loader: Callable[[], dict[str, Any]] | None
+    counts: Counts
+    #: Whether the epoch is done, by the user's word; None: the user did not say.
+    epoch_done: bool | None
+    #: None: there is no loader.
+    loader: LoaderPosition | None
     scheduler: dict[str, Any] | None
-    #: The options of each of the optimizer's groups.
+    #: Each of the optimizer's groups, with its options.
     groups: list[dict[str, Any]]
     generators: Generators
     #: Reached when the device is done with all that was queued before; None: there is no device.
     queued: torch.Event | None
+
+    @property
+    def moment(self) -> Moment:
+        """The place at which a run resumes that is saved as it was then."""
+        return self.counts.moment(self.loader, epoch_done=self.epoch_done, metric=None)
+
+
+class _Position(NamedTuple):
+    """The position of a loader of another kind than lockstep's."""
+
+    state: Callable[[], dict[str, Any]]
+    epoch: object
+    in_epoch: object
 
 
 @dataclass(frozen=True)
@@ -84,7 +111,7 @@ class RunAtRest(RunState):
 
     def loader_state(self) -> dict[str, Any] | None:
         """See the base class."""
-        return None if self.point is None or self.point.loader is None else self.point.loader()
+        return None if self.point is None or self.point.loader is None else self.point.loader.state()
 
     def scheduler_state(self) -> dict[str, Any] | None:
         """See the base class."""
@@ -95,8 +122,8 @@ class RunAtRest(RunState):
         state = super().optimizer_state()
         if state is None or self.point is None:
             return state
-        groups = [{**now, **then} for now, then in zip(state["param_groups"], self.point.groups, strict=True)]
-        return {**state, "param_groups": groups}
+        groups = zip(state["param_groups"], self.point.groups, strict=True)
+        return {**state, "param_groups": [{**then, "params": now["params"]} for now, then in groups]}
 
     def generators(self, device: torch.device) -> Generators:
         """See the base class."""
@@ -152,12 +179,13 @@ class Rest:
     """The points of rest of a run on this rank, as its main thread passes them. See Note [Points of rest].
 
     Args:
-        run: the run, with an optimizer.
+        run: the run.
+        position: its place, as this rank counts it; made before, so that it has counted a step when this hears of it.
         device: this rank's.
     """
 
-    def __init__(self, run: RunState, device: torch.device) -> None:
-        self._run, self._device = run, device
+    def __init__(self, run: RunState, position: Position, device: torch.device) -> None:
+        self._run, self._position, self._device = run, position, device
         #: Those since an optimizer's last step, in order.
         self.points: list[RestPoint] = []
         #: The random numbers at the last point of all.
@@ -172,23 +200,23 @@ class Rest:
         self._notes = 0
         weak = weakref.ref(self)
         for optimizer in run.optimizers():
-            optimizer.register_step_pre_hook(_through(weak, Rest._before_step))
-            optimizer.register_step_post_hook(_through(weak, Rest._after_step))
+            optimizer.register_step_pre_hook(partial(_before_step, weak))
+            optimizer.register_step_post_hook(partial(_after_step, weak))
 
-    def note(self, moment: Moment, *, only_after_a_step: bool = False) -> None:
+    def note(self, epoch_done: bool | None, *, only_after_a_step: bool = False) -> None:
         """Note a point of rest.
 
         Args:
-            moment: the place at which a run that is saved here resumes.
+            epoch_done: whether the epoch is done, by the user's word; None: the user did not say.
             only_after_a_step: do so only if an optimizer has stepped since the last one.
         """
         self._is_stepping = False  # a step that failed is over as well
         if only_after_a_step and self.points:
             return
-        if self._keep_what_changed():
+        if self._watched != [] and self._keep_what_changed():
             self.points.clear()
-        self.points.append(self._point(moment))
-        self.last_generators = self.points[-1].generators
+        self.points.append(point := self._point(epoch_done))
+        self.last_generators = point.generators
 
     @property
     def knows_steps(self) -> bool:
@@ -205,9 +233,13 @@ class Rest:
         """Whether the model is in eval mode."""
         return not self._run.model.training
 
-    def evaluating(self, moment: Moment) -> RestPoint:
-        """Return the present as a point of rest, in an evaluation in the middle of a turn of the loop."""
-        return self._point(moment)
+    def evaluating(self, epoch_done: bool | None) -> RestPoint:
+        """Return the present as a point of rest, in an evaluation in the middle of a turn of the loop.
+
+        Args:
+            epoch_done: as for :meth:`note`.
+        """
+        return self._point(epoch_done)
 
     def at(self, point: RestPoint) -> RunAtRest:
         """Return the run as it was at ``point``, one of :attr:`points` or one of :meth:`evaluating`.
@@ -228,32 +260,24 @@ class Rest:
             )
         return RunAtRest(run.model, run.optimizer, run.scheduler, run.loader, run.extra, point=point, kept=kept)
 
-    def _point(self, moment: Moment) -> RestPoint:
-        run = self._run
+    def _point(self, epoch_done: bool | None) -> RestPoint:
+        run, device = self._run, self._device
+        loader, scheduler, optimizer = run.loader, run.scheduler, run.optimizer
         return RestPoint(
-            moment,
-            _position_of(run.loader),
-            None if run.scheduler is None else dict(run.scheduler.state_dict()),
-            [
-                {name: value for name, value in group.items() if name != "params"}
-                for group in (() if run.optimizer is None else run.optimizer.param_groups)
-            ],
-            run.generators(self._device),
-            None if self._device.type == "cpu" else accelerator.mark(self._device),
+            self._position.now(),
+            epoch_done,
+            None if loader is None else getattr(loader, "position_now", partial(_position_of, loader))(),
+            None if scheduler is None else dict(scheduler.state_dict()),
+            [] if optimizer is None else [*map(dict, optimizer.param_groups)],
+            Generators.now(device),
+            None if device.type == "cpu" else accelerator.mark(device),
         )
 
-    def _before_step(self) -> None:
-        # First said, then asked: who holds this rank sees it step, or is seen by it.
-        self._is_stepping = True
+    def _wait_at_gate(self) -> None:
         while self.gate is not None:
             self._is_stepping = False
             self.gate()
             self._is_stepping = True
-        self.begun += 1
-
-    def _after_step(self) -> None:
-        self._is_stepping = False
-        self.points.clear()
 
     def _keep_what_changed(self) -> bool:
         """Copy the tensors that forwards have changed. Return whether the copies of the last point are others now."""
@@ -279,7 +303,7 @@ class Rest:
             others |= not all(map(bits.same, of, into))
         if into:
             with torch.no_grad():
-                torch._foreach_copy_(into, of)
+                _copy(into, of)
         return others
 
     def _stepped(self) -> set[int]:
@@ -303,24 +327,26 @@ class Rest:
         return found
 
 
-def _position_of(loader: Stateful | None) -> Callable[[], dict[str, Any]] | None:
-    """Return a function that returns a loader's present state, also later; None: there is no loader."""
-    if loader is None:
-        return None
-    position_now: Callable[[], Callable[[], dict[str, Any]]] | None = getattr(loader, "position_now", None)
-    if position_now is not None:
-        return position_now()
+def _position_of(loader: Stateful) -> _Position:
     state = copy.deepcopy(loader.state_dict())
-    return lambda: state
+    return _Position(lambda: state, getattr(loader, "epoch", None), getattr(loader, "in_epoch", False))
 
 
-def _through(weak: weakref.ref[Rest], method: Callable[[Rest], None]) -> Callable[..., None]:
-    """Return a hook of an optimizer that does not keep the Rest alive."""
+@_torch.mark_untraced
+def _before_step(weak: weakref.ref[Rest], *_: object) -> None:
+    rest = weak()
+    if rest is None:
+        return
+    # First said, then asked: who holds this rank sees it step, or is seen by it.
+    rest._is_stepping = True
+    if rest.gate is not None:
+        rest._wait_at_gate()
+    rest.begun += 1
 
-    @_torch.mark_untraced
-    def hook(*_: object) -> None:
-        alive = weak()
-        if alive is not None:
-            method(alive)
 
-    return hook
+@_torch.mark_untraced
+def _after_step(weak: weakref.ref[Rest], *_: object) -> None:
+    rest = weak()
+    if rest is not None:
+        rest._is_stepping = False
+        rest.points.clear()

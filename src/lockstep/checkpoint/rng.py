@@ -37,7 +37,7 @@ class Generators(NamedTuple):
     def now(cls, device: torch.device) -> Generators:
         """Return the present states, in some microseconds; see Note [Where a generator's words lie] in
         ``step/generators.py``."""
-        of_device = accelerator.rng_state(device)
+        of_device = None if device.type == "cpu" else accelerator.rng_state(device)
         own = None if of_device is None else (device.type, of_device)
         return cls(generators.PYTHON.state(), generators.NUMPY.state(), streams.current.state, own)
 

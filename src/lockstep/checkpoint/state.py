@@ -11,7 +11,7 @@ import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -425,6 +425,28 @@ class Moment:
     conditions: Mapping[str, str] = field(default_factory=dict)
 
 
+class Counts(NamedTuple):
+    """What a rank has counted at one moment."""
+
+    step: int
+    epoch: int
+    in_body: bool
+
+    def moment(self, loader: object, *, epoch_done: bool | None, metric: float | None) -> Moment:
+        """Return the place at which a run resumes that is saved as it was at that moment.
+
+        Args:
+            loader: the training loader at that moment, which may know its epoch.
+            epoch_done: whether the epoch is done, by the user's word; None: the user did not say.
+            metric: the metric that the checkpoint is saved with.
+        """
+        in_epoch = bool(getattr(loader, "in_epoch", False)) if epoch_done is None else not epoch_done
+        if self.in_body:
+            return Moment(self.step, self.epoch if in_epoch else self.epoch + 1, in_epoch, metric)
+        epoch = getattr(loader, "epoch", None)  # the user counts epochs; a sharded loader knows which one it is in
+        return Moment(self.step, epoch if isinstance(epoch, int) else self.epoch, in_epoch, metric)
+
+
 class Position:
     """A run's place in its training, as this rank counts it."""
 
@@ -450,19 +472,9 @@ class Position:
 
         optimizer.register_step_post_hook(took_step)
 
-    def moment(self, loader: object, *, epoch_done: bool | None, metric: float | None) -> Moment:
-        """Return the place at which a run resumes if it is saved now.
-
-        Args:
-            loader: the training loader, which may know its epoch.
-            epoch_done: whether the epoch is done, by the user's word; None: the user did not say.
-            metric: the metric that the checkpoint is saved with.
-        """
-        in_epoch = bool(getattr(loader, "in_epoch", False)) if epoch_done is None else not epoch_done
-        if self.in_body:
-            return Moment(self.step, self.epoch if in_epoch else self.epoch + 1, in_epoch, metric)
-        epoch = getattr(loader, "epoch", None)  # the user counts epochs; a sharded loader knows which one it is in
-        return Moment(self.step, epoch if isinstance(epoch, int) else self.epoch, in_epoch, metric)
+    def now(self) -> Counts:
+        """Return the present counts."""
+        return Counts(self.step, self.epoch, self.in_body)
 
     def resume_from(self, manifest: Manifest) -> None:
         """Take over the position at which a checkpoint was made."""

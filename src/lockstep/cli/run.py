@@ -102,7 +102,7 @@ from lockstep.text import NEXT
     help="FLOPs per second of one rank's device at its peak, such as 989T, for MFU. Implies --flops. [default: as "
     "published for some GPUs]",
 )
-@grace(10.0, more="An evaluation that takes longer than this is killed without saving.")
+@grace(10.0)
 @click.option(
     "--max-time",
     type=TIME_LIMIT,

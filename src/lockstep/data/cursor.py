@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.errors import CheckpointMismatch
 from lockstep.text import counted
@@ -20,6 +21,24 @@ class Cursor:
     batches: int = 0
     #: True while a pass over this epoch is under way, even after its last batch; False between passes.
     in_epoch: bool = False
+
+
+class PositionNow(NamedTuple):
+    """A loader's position at one moment."""
+
+    cursor: Cursor
+    #: Returns the loader's state of that moment, in JSON types.
+    state: Callable[[], dict[str, Any]]
+
+    @property
+    def epoch(self) -> int:
+        """As the loader's."""
+        return self.cursor.epoch
+
+    @property
+    def in_epoch(self) -> bool:
+        """As the loader's."""
+        return self.cursor.in_epoch
 
 
 @dataclass(frozen=True)

@@ -277,7 +277,7 @@ def test_a_command_has_the_job_save(tmp_path: Path, calm: dict[int, Any]) -> Non
     assert _final(tmp_path) == calm[2]
     asked = run(save[:-1], tmp_path)
     assert asked.code == 2
-    assert f"no job trains in {tmp_path / 'run'}, so there is nothing to save" in asked.err
+    assert "no job trains in run, so there is nothing to save" in asked.err
 
 
 def test_a_job_that_takes_no_requests_is_not_ended_by_one(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.planted_aside import ASIDE_FAULTS
 from tests.faults.planted_in_checkpoints import CHECKPOINT_FAULTS
 from tests.faults.planted_in_gradients import GRADIENT_FAULTS
 from tests.faults.planted_in_jobs import JOB_FAULTS
@@ -15,7 +16,7 @@ from tests.faults.planting import Fault, changed, plant, run_tests
 
 _LIMIT = 300.0
 
-FAULTS = [*CHECKPOINT_FAULTS, *RUN_FAULTS, *JOB_FAULTS, *RECORDER_FAULTS, *GRADIENT_FAULTS]
+FAULTS = [*CHECKPOINT_FAULTS, *RUN_FAULTS, *JOB_FAULTS, *RECORDER_FAULTS, *GRADIENT_FAULTS, *ASIDE_FAULTS]
 QUICK = {"each rank stops at a step of its own"}
 
 

@@ -229,9 +229,18 @@ def test_what_is_half_done_is_not_saved_and_named(tmp_path: Path) -> None:
 
 
 def test_what_comes_to_its_end_is_saved_there(tmp_path: Path, calm: dict[int, Any]) -> None:
-    (tmp_path / "go on").touch()
-    stopped = _train(tmp_path, "after the step", 1, struck=signal.SIGTERM)
+    script = _TRAIN.replace("seconds=60.0", "seconds=3.0")
+    stopped = _train(tmp_path, "after the step", 1, struck=signal.SIGTERM, script=script, times="0.5,aside_step=1")
     assert stopped.code == EXIT_SAVED, stopped
+    assert _train(tmp_path).code == 0
+    assert _final(tmp_path) == calm[2]
+
+
+def test_a_rank_that_is_a_step_behind_takes_it_first(tmp_path: Path, calm: dict[int, Any]) -> None:
+    script = _TRAIN.replace("seconds=60.0", "seconds=2.0")
+    stopped = _train(tmp_path, "before the step", 1, struck=signal.SIGTERM, script=script, grace="20")
+    assert stopped.code == EXIT_SAVED, stopped
+    assert "saved at step 5" in stopped.err, stopped
     assert _train(tmp_path).code == 0
     assert _final(tmp_path) == calm[2]
 

@@ -216,8 +216,14 @@ class SideSaver:
             self._is_paused = False
 
     def _at_step(self) -> None:
-        """Wait before an optimizer's step that the ranks do not wait for."""
-        self._wait_while(lambda: self._limit is not None and self._step() >= self._limit)
+        """Wait before an optimizer's step that the ranks do not wait for, and say that it begins.
+
+        Both under the lock: whoever holds the ranks next must see this one step.
+        """
+        with self._free:
+            while self._limit is not None and self._step() >= self._limit and not self._closed:
+                self._nap()
+            self._rest.steps()
 
     def _wait_while(self, held: Callable[[], bool]) -> None:
         with self._free:

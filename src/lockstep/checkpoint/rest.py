@@ -193,7 +193,7 @@ class Rest:
         #: Optimizers' steps that have begun.
         self.begun = 0
         self._is_stepping = False
-        #: Called where an optimizer is about to step; None: it may.
+        #: Called where an optimizer is about to step, and calls :meth:`steps` when it may; None: it may at once.
         self.gate: Callable[[], None] | None = None
         self._watched: list[_Watched] | None = None
         self._kept: dict[str, torch.Tensor] = {}
@@ -273,11 +273,9 @@ class Rest:
             None if device.type == "cpu" else accelerator.mark(device),
         )
 
-    def _wait_at_gate(self) -> None:
-        while self.gate is not None:
-            self._is_stepping = False
-            self.gate()
-            self._is_stepping = True
+    def steps(self) -> None:
+        """Note that an optimizer's step begins; for the gate."""
+        self._is_stepping = True
 
     def _keep_what_changed(self) -> bool:
         """Copy the tensors that forwards have changed. Return whether the copies of the last point are others now."""
@@ -339,8 +337,10 @@ def _before_step(weak: weakref.ref[Rest], *_: object) -> None:
         return
     # First said, then asked: who holds this rank sees it step, or is seen by it.
     rest._is_stepping = True
-    if rest.gate is not None:
-        rest._wait_at_gate()
+    gate = rest.gate
+    if gate is not None:
+        rest._is_stepping = False
+        gate()
     rest.begun += 1
 
 

@@ -92,7 +92,7 @@ saved = None
 def step():
     return 0 if saved is None else saved.step
 
-model = lockstep.replicate(Net())
+model = lockstep.replicate(Net().to(world.device))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)
 loader = lockstep.shard(DataLoader(Data(), batch_size=8, shuffle=True))
@@ -104,7 +104,7 @@ def evaluate(epoch):
     if epoch == 1:
         stay("evaluation")
     with torch.no_grad():
-        model(torch.ones(2, 4))
+        model(torch.ones(2, 4, device=world.device))
     model.train()
 
 for epoch in saved.epochs(3):
@@ -131,7 +131,8 @@ for epoch in saved.epochs(3):
         stay("background save")
         saved.save()
         stay("after a save")
-state = {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in model.state_dict().items()}
+digest = lambda tensor: hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest()
+state = {name: digest(tensor) for name, tensor in model.state_dict().items()}
 if world.is_main:
     Path("final").write_text(json.dumps([
         state, optimizer.param_groups[0]["lr"], random.random(), np.random.rand(), torch.rand(1).item(), saved.step,
@@ -201,6 +202,18 @@ def test_a_signal_in_any_place_saves_the_last_step_and_the_bits(
     resumed = _train(tmp_path, place, who, struck=signal.SIGTERM, ranks=ranks)
     assert resumed.code == 0, resumed
     assert _final(tmp_path) == calm[ranks]
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("place", ["first forward", "forward", "backward", "evaluation", "evaluation in the middle"])
+def test_so_it_is_on_gpus(tmp_path: Path, place: str) -> None:
+    assert _train(tmp_path / "calm").code == 0
+    stopped = _train(tmp_path / "struck", place, 1, struck=signal.SIGTERM)
+    assert stopped.code == EXIT_SAVED, stopped
+    assert "was saved from the side" in stopped.err, stopped
+    assert _train(tmp_path / "struck", place, 1, struck=signal.SIGTERM).code == 0
+    assert _final(tmp_path / "struck") == _final(tmp_path / "calm")
 
 
 @pytest.mark.campaign

@@ -39,8 +39,8 @@ ASIDE_FAULTS = [
     Fault(
         "points are kept though a step was taken since",
         "checkpoint/rest.py",
-        "        rest._is_stepping = False\n        rest.points.clear()\n",
-        "        rest._is_stepping = False\n",
+        "not rest._run.model.training\n        rest.points.clear()\n",
+        "not rest._run.model.training\n",
         _POINTS,
     ),
     Fault(

@@ -105,7 +105,7 @@ def test_a_parameter_that_is_trained_by_now_is_the_present_one() -> None:
     run = _run(_Model())
     rest = Rest(run, Position(), CPU)
     rest.note(None)
-    run.model.slow.weight.requires_grad_(True)  # type: ignore[operator,union-attr]
+    run.model.slow.weight.requires_grad_(True)  # type: ignore[union-attr]
     _step(run)
     rest.note(None)
     _step(run)
@@ -165,3 +165,17 @@ def test_a_step_that_fails_is_under_way_until_the_next_point() -> None:
     assert rest.is_stepping
     rest.note(None)
     assert not rest.is_stepping
+
+
+def test_an_evaluation_is_known_by_the_mode_unless_the_model_is_trained_in_it() -> None:
+    run = _run(_Model())
+    rest = Rest(run, Position(), CPU)
+    _step(run)
+    assert not rest.evaluates
+    run.model.eval()
+    assert rest.evaluates
+    run.model.train()
+    assert not rest.evaluates
+    run.model.eval()
+    _step(run)
+    assert not rest.evaluates

@@ -141,6 +141,8 @@ class SideSaver:
         self._wakeup: Wakeup | None = None
         self._calls: _Calls | None = None
         self._closed = False
+        #: True during an attempt, whose waits have limits of their own.
+        self._is_attempting = False
         #: The number of the last attempt that this rank took part in; the reason why the last one came to nothing.
         self._attempts, self._said = 0, ""
         #: When the main thread last came to a boundary.
@@ -172,14 +174,18 @@ class SideSaver:
     def stop(self) -> None:
         """Attend to no more requests. A save under way is waited for."""
         thread, self._thread = self._thread, None
-        if thread is None or self._pid != os.getpid() or thread is threading.current_thread():
+        if thread is None or self._pid != os.getpid():
             return
         self._closed = True
-        if self._wakeup is not None:
-            self._wakeup.wake()
-        thread.join()
-        if self._wakeup is not None:
-            self._wakeup.close()
+        assert self._wakeup is not None  # made with the thread
+        self._wakeup.wake()
+        if thread is threading.current_thread():  # it had the last reference to the Checkpointer
+            return
+        while thread.is_alive():
+            thread.join(knobs.times().aside_answer)
+            if not self._is_attempting:  # it looks at a disk that does not answer
+                break
+        self._wakeup.close()
 
     def rest(self, epoch_done: bool | None, *, only_after_a_step: bool = False) -> None:
         """Note a point of rest, as :meth:`Rest.note` does. Returns when the ranks hold no longer."""
@@ -306,6 +312,7 @@ class SideSaver:
         saver = self._saver()
         if saver is None:
             return
+        self._is_attempting = True
         try:
             self._hold(saver.step)
             refused, ready = self._agree(saver, number)
@@ -324,7 +331,7 @@ class SideSaver:
             self._requests.save = False
             self._say(f"saved at step {step} in {saved.folder}, from the side: the loop had not come to its next step")
         finally:
-            self._attempts = number
+            self._attempts, self._is_attempting = number, False
             if self._requests.saved is None:
                 self._release()
 

@@ -22,7 +22,8 @@ Extra objects (averages of weights, a GradScaler) are saved as they are: they ch
 
 From an optimizer's step until the next point of rest the rest of a turn of the user's loop is missing: the scheduler's
 step, an average of weights. Only an evaluation is known not to be part of a step, by the model's mode, and a run can be
-left in it with the batch in hand done.
+left in it with the batch in hand done. (A model that is in eval mode at an optimizer's step is trained so, and its mode
+says nothing.)
 """
 
 from __future__ import annotations
@@ -193,6 +194,8 @@ class Rest:
         #: Optimizers' steps that have begun.
         self.begun = 0
         self._is_stepping = False
+        #: True if the model was in eval mode when an optimizer stepped last.
+        self._steps_in_eval = False
         #: Called where an optimizer is about to step, and calls :meth:`steps` when it may; None: it may at once.
         self.gate: Callable[[], None] | None = None
         self._watched: list[_Watched] | None = None
@@ -230,8 +233,8 @@ class Rest:
 
     @property
     def evaluates(self) -> bool:
-        """Whether the model is in eval mode."""
-        return not self._run.model.training
+        """Whether the model is in eval mode, and was not when an optimizer has stepped: some are trained so."""
+        return not self._run.model.training and not self._steps_in_eval
 
     def evaluating(self, epoch_done: bool | None) -> RestPoint:
         """Return the present as a point of rest, in an evaluation in the middle of a turn of the loop.
@@ -348,5 +351,5 @@ def _before_step(weak: weakref.ref[Rest], *_: object) -> None:
 def _after_step(weak: weakref.ref[Rest], *_: object) -> None:
     rest = weak()
     if rest is not None:
-        rest._is_stepping = False
+        rest._is_stepping, rest._steps_in_eval = False, not rest._run.model.training
         rest.points.clear()

@@ -17,6 +17,7 @@ import os
 import select
 import signal
 import socket
+import threading
 from contextlib import suppress
 
 
@@ -51,8 +52,10 @@ class Wakeup:
             self._writes.send(b"\0")
 
     def close(self) -> None:
-        """Put back what was there before."""
+        """Put back what was there before, if this is the main thread: no other one may."""
         global _current
+        if threading.current_thread() is not threading.main_thread():
+            return
         if _current is self:
             _current = None
         mine = self._writes.fileno()

@@ -1,0 +1,93 @@
+"""A thread that hears of signals while the main thread runs no Python."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from tests.launching import python_path
+
+_BEGIN = """
+import json, os, select, signal, socket, sys, threading, time
+from lockstep.job.wakeup import Wakeup
+
+signal.signal(signal.SIGUSR1, lambda *_: None)
+"""
+
+
+def _told(script: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-c", _BEGIN + script],
+        env={"PYTHONPATH": python_path()},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_thread_hears_of_a_signal_while_the_main_thread_is_in_compiled_code() -> None:
+    told = _told("""
+wakeup, heard = Wakeup(), []
+
+def listen():
+    heard.extend([*wakeup.wait(30), time.monotonic()])
+
+thread = threading.Thread(target=listen)
+thread.start()
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+x = 3
+while not heard:  # each turn is one long multiplication, in which no handler is called
+    x = 7 ** 300_000 * 7 ** 300_000
+thread.join()
+wakeup.close()
+print(json.dumps([heard[0], signal.set_wakeup_fd(-1)]))
+""")
+    assert told == [10, -1]
+
+
+def test_what_was_there_before_hears_too_and_is_put_back() -> None:
+    told = _told("""
+reads, writes = socket.socketpair()
+for end in (reads, writes):
+    end.setblocking(False)
+signal.set_wakeup_fd(writes.fileno())
+wakeup = Wakeup()
+os.kill(os.getpid(), signal.SIGUSR1)
+heard = wakeup.wait(30)
+wakeup.wake()
+nothing = wakeup.wait(30)
+passed_on = [*reads.recv(10)]
+wakeup.close()
+print(json.dumps([heard, nothing, passed_on, signal.set_wakeup_fd(-1) == writes.fileno()]))
+""")
+    assert told == [[10], [], [10], True]
+
+
+def test_what_somebody_has_set_since_stays() -> None:
+    told = _told("""
+wakeup = Wakeup()
+reads, writes = socket.socketpair()
+writes.setblocking(False)
+signal.set_wakeup_fd(writes.fileno())
+wakeup.close()
+print(json.dumps(signal.set_wakeup_fd(-1) == writes.fileno()))
+""")
+    assert told is True
+
+
+def test_a_forked_child_is_not_its_parent() -> None:
+    told = _told("""
+wakeup = Wakeup()
+pid = os.fork()
+if not pid:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os._exit(0)
+os.waitpid(pid, 0)
+print(json.dumps(wakeup.wait(0.2)))
+""")
+    assert told == []

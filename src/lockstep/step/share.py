@@ -63,7 +63,7 @@ MOST_ITEMS = 2**48
 
 @dataclass(frozen=True)
 class BatchShare:
-    """How much of the current global batch this rank has: samples, or what else makes the mean (docs/weights.md)."""
+    """This rank's share of the current global batch, in samples or in another unit of the mean (docs/weights.md)."""
 
     #: Samples in this rank's share.
     local_samples: float
@@ -76,7 +76,7 @@ class BatchShare:
         """Return the factor that makes a plain average over ranks exact; see Note [Exact mean].
 
         Raises:
-            ValueError: the whole world has nothing, and a mean over nothing is none.
+            ValueError: the whole world has nothing, so there is no mean.
         """
         if not self.global_samples:
             raise ValueError(
@@ -86,11 +86,11 @@ class BatchShare:
         return self.local_samples * world_size / self.global_samples
 
     def is_even(self, world_size: int) -> bool:
-        """Return whether all ranks have equally much of the batch."""
+        """Return whether all ranks have equal shares of the batch."""
         return len(set(self.proportions)) <= 1 and self.global_samples % world_size == 0
 
     def exact_parts(self, world_size: int) -> list[Fraction]:
-        """Return by rank which part of the global batch its share is before it is rounded to samples."""
+        """Return each rank's exact fraction of the global batch, before it is rounded to samples."""
         proportions = [*map(Fraction, self.proportions or (1,) * world_size)]
         return [each / sum(proportions) for each in proportions]
 
@@ -100,7 +100,7 @@ class BatchShare:
 
 
 class Items(BatchShare):
-    """How many items this rank has of a batch whose whole nobody knows yet; see Note [Counted items]."""
+    """This rank's number of items in a batch whose total is not known yet; see Note [Counted items]."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count, math.nan)
@@ -111,7 +111,7 @@ class Items(BatchShare):
         self.is_taken = False
 
     def weight(self, world_size: int) -> float:
-        """Refuse: the whole is known when the buckets come back.
+        """Refuse: the total is known only when the buckets have been reduced.
 
         Raises:
             LockstepError: always.

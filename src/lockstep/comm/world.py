@@ -120,9 +120,9 @@ class World:
         """Count the tokens of this rank's batch, for the tokens per second of the summary and of ``lockstep runs``.
 
         You decide what a token is: with padding or without, inputs or targets. lockstep can't know that, so it reports
-            tokens only if you call this: once for each batch that a rank trains on, or with accumulation or slices once
-            for each piece, anywhere before the optimizer's step. The counts up to that step are added up. The call does
-            not influence the training, costs no collective, and is independent of :meth:`weigh`.
+        tokens only if you call this: once for each batch that a rank trains on, or with accumulation or slices once
+        for each piece, anywhere before the optimizer's step. The counts up to that step are added up. The call does
+        not influence the training, costs no collective, and is independent of :meth:`weigh`.
 
         Args:
             tokens: 0 or more, of this rank.
@@ -466,9 +466,9 @@ class World:
             predictions = world.gather_in_order(outputs, loader)  # on rank 0: row i is of sample i; elsewhere None
 
         Each sample has one row, whatever the number of ranks: nothing was padded, so nothing is cut off. Rows are in
-            the order of their samples' indices, also after a shuffled pass. With a sampler they are in ascending order
-            of the indices that it drew, those of a sample drawn twice next to each other; with a stream in the order in
-            which they came.
+        the order of their samples' indices, also after a shuffled pass. With a sampler they are in ascending order
+        of the indices that it drew, those of a sample drawn twice next to each other; with a stream in the order in
+        which they came.
 
         Args:
             outputs: a list with one output for each batch that the loop was given, also where a batch has no samples.

@@ -309,7 +309,7 @@ _reasons: list[str] = []
 
 
 class expect_slow(ContextDecorator):  # (used as a verb, like contextlib.suppress)
-    """Say that this rank may keep the others waiting in here: ``with lockstep.expect_slow("evaluation"):``
+    """Announce that this rank may keep the others waiting in this block: ``with lockstep.expect_slow("evaluation"):``
 
     ``lockstep run`` reports a rank that has held up the others for a while (see the guide, "A rank that is late").
     Inside the context it does not report this rank, however long it takes, unless the rank is stopped or dead-locked.

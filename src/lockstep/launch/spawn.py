@@ -73,24 +73,25 @@ def spawn(
 
     Args:
         fn: a function at the top level of a module, ``__main__`` included; or one that was typed at a prompt or in a
-            notebook, which the extra ``notebook`` sends by value, with the globals that it uses.
-        args: what to pass after the rank; anything that multiprocessing can send. CPU tensors arrive as shared memory.
-        nprocs: how many ranks.
+            notebook, which is sent by value, with the globals that it uses, if the extra ``notebook`` is installed.
+        args: arguments after the rank; anything that multiprocessing can send. CPU tensors arrive in shared memory.
+        nprocs: the number of ranks.
         join: wait for all of them. Otherwise return at once.
         daemon: what happens to ranks that were not joined when this process ends: True: they are ended, False: they
             are waited for. (Unlike multiprocessing's daemons, they may have children in any case.)
         start_method: ``"spawn"``; there is no other.
 
     Returns:
-        If ``join`` what the ranks returned, in order of rank, else a :class:`~lockstep.launch.spawn.SpawnContext`. What
-        a rank returns is pickled; tensors arrive as copies, on the CPU. In place of what can't be pickled, or not be
-        read here, stands None, and a ``RuntimeWarning`` says why; a rank that left by ``sys.exit(0)`` returned None.
+        If ``join``, what the ranks returned, in order of rank; otherwise a
+        :class:`~lockstep.launch.spawn.SpawnContext`. Returned values are pickled; tensors arrive as copies, on the CPU.
+        A value that can't be pickled, or not be read here, is replaced by None, and a ``RuntimeWarning`` says why; the
+        value of a rank that left by ``sys.exit(0)`` is None.
 
     Raises:
         RankFailed: a rank raised or died; the others were stopped. The message holds the rank's traceback.
         LaunchError: the ranks could not be started, or could not import ``__main__`` again.
         EnvironmentMismatch: ``MASTER_PORT`` is not a port.
-        TypeError: ``fn`` is a coroutine or generator function, of which a call runs nothing.
+        TypeError: ``fn`` is a coroutine or generator function, which runs nothing when it is called.
         ValueError: ``nprocs`` is less than 1, ``start_method`` is another, or the ranks can't be bound to cores as
             ``LOCKSTEP_BIND`` says.
     """

@@ -126,13 +126,13 @@ def _shared_device(choices: Sequence[Choice]) -> str:
     each = "; ".join(f"{which_ranks(ranks)} on {choices[ranks[0]].host}: {which}" for which, ranks in shared.items())
     return (
         f"several ranks have the same device ({each}), and each needs one of its own. Start at most as many ranks as "
-        "there are devices; where each rank is shown devices of its own (srun --gpus-per-task=1), see that they are "
-        "different ones; or pass backend='gloo' to train on the CPU"
+        "there are devices; if each rank sees only devices of its own (srun --gpus-per-task=1), make sure that they "
+        "differ; or pass backend='gloo' to train on the CPU"
     )
 
 
 def _warn(what: str) -> None:
-    callsite.warn(f'{sentence(what)} lockstep.init("gloo") or {knobs.BACKEND}=gloo chooses that, and ends this warning')
+    callsite.warn(f'{sentence(what)} lockstep.init("gloo") or {knobs.BACKEND}=gloo does the same without this warning')
 
 
 def _try(backend: str, store: Store, identity: Identity, timeout: float) -> str | None:

@@ -52,7 +52,9 @@ def refuse(identity: Identity) -> None:
         trains = any(count > 1 for count in pages.all(Cell.STEPS))
         pages.close()
         if trains:
-            raise EnvironmentMismatch(f"{who}, and what the launcher started as its ranks trains already: {_ALONE}")
+            raise EnvironmentMismatch(
+                f"{who}, and the processes that the launcher started as its ranks already train: {_ALONE}"
+            )
 
 
 def compare(group: dist.ProcessGroup, identity: Identity) -> None:

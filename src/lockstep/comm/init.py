@@ -227,9 +227,9 @@ def _with_mpi(backend: str | None) -> str | None:
         return backend
     if find_spec("mpi4py") is None:
         raise ValueError(
-            f"backend={backend!r}: this build of torch ({torch.__version__}) comes without MPI, and mpi4py, over which "
-            "lockstep's own goes, is not installed: pip install 'torch-lockstep[mpi]', or mpi4py for the MPI that you "
-            "have"
+            f"backend={backend!r}: this build of torch ({torch.__version__}) comes without MPI, and mpi4py, which "
+            "lockstep uses instead, is not installed: pip install 'torch-lockstep[mpi]', or mpi4py for the MPI that "
+            "you have"
         )
     return "mpi4py"
 
@@ -250,7 +250,7 @@ def _choose_device(backend: str | None, identity: Identity) -> torch.device:
         name = accelerator.title(kind)
         raise ValueError(
             f"backend={backend!r} needs {name}, and torch {torch.__version__} sees no {name} device on this machine; "
-            "use backend='gloo' for the CPU, or leave backend unset, and lockstep chooses one"
+            "use backend='gloo' for the CPU, or leave backend unset to let lockstep choose"
         )
     own = accelerator.backend_for(kind)
     if own is None:

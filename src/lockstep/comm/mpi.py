@@ -74,9 +74,9 @@ class MpiEngine(Engine):
         mpi: Any = importlib.import_module("mpi4py.MPI")
         if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
             raise RendezvousError(
-                f"rank {rank} of {size}: this MPI takes calls of one thread only, and messages have threads of their "
-                "own: use an MPI that was built for several (MPI_THREAD_MULTIPLE), and leave mpi4py.rc.thread_level "
-                "alone"
+                f"rank {rank} of {size}: this MPI accepts calls from one thread only, and lockstep sends messages from "
+                "threads of their own: use an MPI that was built for several threads (MPI_THREAD_MULTIPLE), and do not "
+                "set mpi4py.rc.thread_level"
             )
         self._mpi = mpi
         self._store = store

@@ -512,7 +512,7 @@ class ShardedLoader:
             slicing.cut_into(saved.slices)
         other = saved.other_bits_than(self._state())
         if other and self._world.is_main:
-            callsite.warn(f"this run continues with other bits than without the interruption: {other}")
+            callsite.warn(f"from here on the bits differ from those of an uninterrupted run: {other}")
 
     # A pass.
 

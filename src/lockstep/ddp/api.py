@@ -171,7 +171,7 @@ _TORCHS = {
     "skip_all_reduce_unused_params": _NOTHING_TO_SAY,
     "batched_grad_copy": _NOTHING_TO_SAY,
     "lazy_bucket_allocation": _NOTHING_TO_SAY,
-    "forward_sync_buffers": "it is broadcast_buffers here",
+    "forward_sync_buffers": "its name here is broadcast_buffers",
     "bucket_cap_mb_list": "give first_bucket_mb for the first bucket and bucket_cap_mb for the others",
     "device_mesh": "give process_group=mesh.get_group()",
     "mixed_precision": "compute in low precision with precision='bf16' or 'fp16', and average in it with "

@@ -106,8 +106,8 @@ class RankDebugger:
             elif reads_nothing():
                 raise NoTerminal(
                     f"rank {self._rank} is at a breakpoint ({where}), and there is no terminal for its debugger: the "
-                    "standard input of the process that started the ranks is none. Start the job from a terminal "
-                    "(ssh -t, srun --pty, docker run -it), or set PYTHONBREAKPOINT=0 to go on past all breakpoints"
+                    "standard input of the process that started the ranks is not one. Start the job from a terminal "
+                    "(ssh -t, srun --pty, docker run -it), or set PYTHONBREAKPOINT=0 to skip all breakpoints"
                 )
             else:
                 self._console = OwnInput(self._pages, self._rank)

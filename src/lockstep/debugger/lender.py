@@ -235,9 +235,9 @@ class Lender:
             return []
         self._told.add(about)
         if state is Debugging.FAILED:
-            return [f"rank {rank} has failed ({where}) and is held there for you; q ends the job as it would have"]
+            return [f"rank {rank} has failed ({where}) and is held there for you; q ends the job as without --pdb"]
         elsewhere = "" if rank in self._ranks else ", on another machine"
-        return [f"rank {rank} is at a breakpoint ({where}){elsewhere}; the others wait. c goes on, q ends the job"]
+        return [f"rank {rank} is at a breakpoint ({where}){elsewhere}; the others wait. c continues, q ends the job"]
 
     def _note_modes(self) -> bool:
         """Note the terminal's modes, and turn Ctrl-Z off. Return False if the job can't be brought to the front."""

@@ -218,8 +218,8 @@ class RunningCell:
             return ""
         each = joined([f"rank {rank}: {count}" for rank, count in steps.items()])
         return (
-            f"the ranks have taken different numbers of optimizer steps in this cell ({each}), so that what they hold "
-            "may differ: run the cells that make model and optimizer again before you train on"
+            f"the ranks have taken different numbers of optimizer steps in this cell ({each}), so their models may "
+            "differ: run the cells that make model and optimizer again before you continue training"
         )
 
     def _stop(self, reason: str) -> None:
@@ -319,7 +319,7 @@ class RunningCell:
         has = "has" if len(self._ended) == 1 else "have"
         return (
             f"{waiting}, but {gone} {has} come to the end of the cell without that call: every rank must make it, so "
-            "take it out of what only some ranks run (if rank == 0:)"
+            "take it out of code that only some ranks run (if rank == 0:)"
         )
 
     def _free_those(self, ranks: list[int], reason: str) -> None:

@@ -184,7 +184,7 @@ def _fair(ranks: int, found: CoreFacts) -> list[frozenset[int]] | str:
     if allowed != given:
         return f"the affinity is set already, to {format_cpus(allowed)} of {format_cpus(given)}"
     if found.quota is not None and found.quota < len(allowed):
-        return f"the container's quota is the time of {found.quota:g} cores, whichever they are"
+        return f"the container's quota is the time of {found.quota:g} cores, not fixed ones"
     if found.openmp:
         return f"OpenMP binds its threads itself, by {joined(found.openmp)}"
     if found.unknown:

@@ -325,7 +325,7 @@ def parse_stack(text: str) -> Stack | None:
     return Stack(tuple(frames[: below[0]] if below else frames), collects)
 
 
-# How often the kernel killed because memory was out, by the counters of a memory cgroup (version 1 or 2) -------------
+# How often the kernel killed because memory ran out, by the counters of a memory cgroup (version 1 or 2) -------------
 
 _PROC = Path("/proc")
 #: Version 1 reports "no limit" as a number a little below this.
@@ -342,7 +342,7 @@ class MemoryGroup:
     version: int
 
     def kills(self) -> int | None:
-        """Return how many processes of the group the kernel has killed because memory was out; None: it does not
+        """Return how many processes of the group the kernel has killed because memory ran out; None: it does not
         count them."""
         name = "memory.oom_control" if self.version == 1 else "memory.events"
         return _proc.counter(self.folder / name, "oom_kill")

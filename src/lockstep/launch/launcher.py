@@ -218,7 +218,7 @@ class Attempt:
             kept = Path(shutil.move(written, home / written.name))
             kept.chmod(0o600)
         except OSError as error:
-            say(f"what the flight recorder of rank {rank} has written can't be kept: {describe(error)}")
+            say(f"the file of rank {rank}'s flight recorder can't be kept: {describe(error)}")
         else:
             self.flight_recorders[rank] = kept
 
@@ -480,7 +480,7 @@ class Launcher:
         try:
             text = self._on_hang.announce(attempt.dump(reported, self.recorder.make_folder()))
         except OSError as error:
-            text = f"what tells of the hang can't be kept: {describe(error)}"
+            text = f"the report on the hang can't be written: {describe(error)}"
         say(text)
         self.recorder.event("hang", text)
 

@@ -136,7 +136,7 @@ class _Running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-            what = f"was not done within {self._limit:g} s, and was killed"
+            what = f"did not end within {self._limit:g} s, and was killed"
         elif code == 0:
             self._output.close()
             return ""
@@ -144,7 +144,7 @@ class _Running:
             what = f"failed with exit code {code}" if code > 0 else f"was killed by signal {-code}"
         last = self._last_words()
         self._output.close()
-        return f"the command of --notify {what}; it was told: {self._notice.value}{last}"
+        return f"the command of --notify {what}; the event was: {self._notice.value}{last}"
 
     def _last_words(self) -> str:
         size = self._output.seek(0, os.SEEK_END)

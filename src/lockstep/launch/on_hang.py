@@ -55,8 +55,8 @@ class OnHang:
                 raise ValueError
         except ValueError:
             raise ValueError(
-                f"--on-hang={text}: expected 'report', 'dump', 'restart' or 'restart:SECONDS', the seconds for which a "
-                "report stands before all ranks start again"
+                f"--on-hang={text}: expected 'report', 'dump', 'restart' or 'restart:SECONDS', the seconds from the "
+                "report until all ranks start again"
             ) from None
         return cls(action, after)
 

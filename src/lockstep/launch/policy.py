@@ -13,7 +13,7 @@ is final
   not counted as one.
 - if it is the last one once more: the same rank, the same step, the same error. Numbers in a message are not compared:
   they are process ids and losses. A signal from outside (SIGKILL, SIGTERM) is not the job's error and never the same,
-  unless the kernel sent it because memory was out.
+  unless the kernel sent it because memory ran out.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class FailureKind(CodedEnum):
     RAISED = "an exception", "rank-raised"
     EXITED = "an exit code of its own", "rank-exited"
     KILLED = "a signal", "rank-killed"
-    MEMORY = "the kernel, since memory was out", "rank-out-of-memory"
+    MEMORY = "the kernel, because memory ran out", "rank-out-of-memory"
     STUCK = "nothing: it could not be killed", "rank-unkillable"
     HUNG = "the launcher, since it held up the others", "rank-hung"
 
@@ -360,7 +360,7 @@ def failure_facts(
         ending: of that rank.
         step: the optimizer steps of the whole run; None: not counted.
         taken: those since this start.
-        out_of_memory: whether the kernel killed it because memory was out.
+        out_of_memory: whether the kernel killed it because memory ran out.
     """
     record, code = ending.record, ending.state.exit_code
     was_killed = (record is None or ending.was_aborted) and code is not None and code < 0

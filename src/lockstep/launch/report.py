@@ -155,7 +155,7 @@ class Outcome:
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether the first failure was a kill by the kernel because memory was out."""
+        """Whether the first failure was a kill by the kernel because memory ran out."""
         return self.first is not None and out_of_memory(self.first, self.facts)
 
     @property
@@ -225,7 +225,7 @@ def _killed_by(ending: Ending, outcome: Outcome, signum: signal.Signals | None) 
         case KilledFor.FAILURE:
             return f"{{ranks}} did not leave within {FAILURE_GRACE:g} s of another rank's failure and {{were}} killed"
     if out_of_memory(ending, outcome.facts):
-        return "the kernel killed {ranks} because memory was out"
+        return "the kernel killed {ranks} because memory ran out"
     return "{ranks} {were} killed by signal 9 (SIGKILL), which lockstep did not send"
 
 
@@ -304,7 +304,7 @@ def lost_when_done(why: str) -> str:
     Args:
         why: in the words of who noticed it.
     """
-    return f"{why}; all ranks of this machine had ended well by then, and those of the others may have, too"
+    return f"{why}; all ranks of this machine had succeeded by then, and those of other machines may have, too"
 
 
 def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
@@ -350,7 +350,7 @@ def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
 
 def stopped_for_hang(outcome: Outcome, text: str, seconds: float) -> str:
     """Report that all ranks were stopped because of a hang; ``text`` is what was said of that, ``seconds`` ago."""
-    lines = [f"this has stood for {seconds:.0f} s, so all ranks were stopped (--on-hang restart):"]
+    lines = [f"the ranks still waited {seconds:.0f} s after the report, so all were stopped (--on-hang restart):"]
     lines += [f"  {line}" for line in text.partition("\nNothing was stopped")[0].splitlines()]
     return "\n".join([*lines, *_flight_recorders(outcome.flight_recorders)])
 
@@ -513,7 +513,7 @@ def explain(ending: Ending, facts: MachineFacts) -> list[str]:
 
 
 def out_of_memory(ending: Ending, facts: MachineFacts) -> bool:
-    """Return whether the kernel killed this rank, or a worker of it, because memory was out."""
+    """Return whether the kernel killed this rank, or a worker of it, because memory ran out."""
     return bool(facts.memory_kills) and (_killed(ending) or _killed_worker(ending))
 
 
@@ -529,7 +529,7 @@ def _memory(ending: Ending, facts: MachineFacts) -> Iterator[str]:
     elif _killed(ending) and facts.memory_kills is None:
         yield "  (sent by another process, or by the kernel's out-of-memory killer: see dmesg)"
     elif _killed(ending):
-        yield "  (sent by another process: the kernel's out-of-memory killer has killed nothing here since the start)"
+        yield "  (sent by another process: the kernel's out-of-memory killer has killed nothing since the job began)"
 
 
 def _worker(ending: Ending, facts: MachineFacts) -> Iterator[str]:
@@ -754,7 +754,7 @@ def describe_rank(known: Known, now: float | None) -> list[str]:
     if look.reason:
         lines.append(f"  inside lockstep.expect_slow({look.reason!r})")
     if stack is not None and stack.collects:
-        lines.append("  Python's garbage collector is at work")
+        lines.append("  Python's garbage collector is running")
     if stack is not None and stack.frames:
         lines.append("  its Python stack, the innermost line first:")
         lines += [f"    {frame}" for frame in stack.frames[:_FRAMES]]

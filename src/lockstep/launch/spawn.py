@@ -208,7 +208,7 @@ class SpawnContext:
             return self._returned[rank].take()
         except NotReturned as why:
             callsite.warn(
-                f"what rank {rank} returned from {self._name} did not arrive, and None stands in its place: {why}",
+                f"what rank {rank} returned from {self._name} did not arrive, and is replaced by None: {why}",
                 RuntimeWarning,
             )
             return None

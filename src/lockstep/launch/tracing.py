@@ -65,7 +65,7 @@ class Tracer:
                 return []
             count, first = self._asked
             if steps > first:
-                return [f"no trace: the ranks took {steps:,} steps and could not write it; what they wrote says why"]
+                return [f"no trace: the ranks took {steps:,} steps and could not write it; their messages say why"]
             least = max(0, steps - count)
             better = f"; --trace {min(count, steps)}:{least} would have traced the last ones" if steps else ""
             return [f"no trace: --trace {count}:{first} begins after {first:,} steps, and {steps:,} were taken{better}"]
@@ -174,7 +174,7 @@ def _describe(trace: Trace, path: Path, *, alone: bool) -> list[str]:
         f"{whole} is in {path}; https://ui.perfetto.dev opens it"
     ]
     if about["missing_ranks"]:
-        said.append(f"it has nothing of {which_ranks(about['missing_ranks'])}, which did not reach these steps")
+        said.append(f"it lacks {which_ranks(about['missing_ranks'])}, which did not reach these steps")
     if about["cut_off"]:
         said.append(f"it ends early for {which_ranks(about['cut_off'])}, which ended within it")
     if about["lost_events"]:

@@ -259,7 +259,7 @@ class _Client:
             doubtful, why, now = knock.connected, knock.why or why, time.monotonic()
             if now >= self._limit:
                 raise _Refusal(
-                    f"the rendezvous at {self.endpoint} failed: {why}; that was so until --join-timeout"
+                    f"the rendezvous at {self.endpoint} failed: {why}; this lasted until --join-timeout"
                     + (_AGAIN if meet.last >= 0 else "")
                 )
             self._look_on(
@@ -384,7 +384,7 @@ class _Client:
         missing = self._missing(attempt)
         if fate is None:
             if missing:
-                self._fail(attempt, "a machine that had come has gone")
+                self._fail(attempt, "a machine that had joined is gone")
             return False
         newest = {card.name: ticket for ticket, (card, _) in sorted(self._cards.items())}
         members = enumerate(zip(attempt.names, attempt.tickets, strict=True))
@@ -455,7 +455,7 @@ class _Client:
                 continue
             now = time.monotonic()
             if not self._has(f"card/{ticket}"):  # the last machine of another job has removed the file as it left
-                raise RuntimeError("what this machine had written has gone with a job that has ended")
+                raise RuntimeError("this machine's entries were removed together with those of a job that has ended")
             if ticket in self._cards and (attempt is None or self._is_over(attempt, fate)):
                 here = self._here(() if attempt is None else self._spent(attempt, fate))
                 fitting = {each: card for each, card in here.items() if not self._objection(mine, each)}
@@ -705,7 +705,7 @@ class _Client:
         """Return a sentence about each machine that does not fit and was not named yet."""
         new = [ticket for ticket in misfits if ticket not in self._named]
         self._named |= set(new)
-        return [f"a machine was not let in: {self._objection(mine, ticket)}" for ticket in new]
+        return [f"a machine was not admitted: {self._objection(mine, ticket)}" for ticket in new]
 
     def _dismiss(self, mine: Card, misfits: Sequence[int], *, told_by: int | None = None) -> NoReturn:
         """End because others do not fit. The machine with the store leaves after them, since they would miss it.

@@ -135,9 +135,7 @@ def run_item(rank: int, order: ItemOrder) -> RankReport:
 def world_of(options: object) -> Iterator[World]:
     """Join the ranks of the test; what the fixture ``world`` does."""
     if getattr(options, "lockstep_rank", None) is None:
-        pytest.fail(
-            "the fixture 'world' is there on ranks alone: mark the test with @pytest.mark.ranks(2)", pytrace=False
-        )
+        pytest.fail("the fixture 'world' exists on ranks only: mark the test with @pytest.mark.ranks(2)", pytrace=False)
     import lockstep
 
     yield lockstep.init()
@@ -179,7 +177,7 @@ class _Observer:
         if not found.failed and not self._ended:
             problem = self._problem or (
                 f"the test was not run to its end on this rank (pytest's exit code there is {exit_code}): was it "
-                "interrupted, or are its parameters, or what deselects tests, different in each process?"
+                "interrupted, or do its parameters, or the options that deselect tests, differ from process to process?"
             )
             found = RankReport("failed", text=problem, phase="collection", at=time.monotonic())
         return replace(

@@ -130,7 +130,7 @@ def _mark(item: pytest.Item) -> pytest.Mark | None:
         marks = [mark for mark in node.own_markers if mark.name == _MARK]
         if len(marks) > 1 and not isinstance(node, pytest.Class):
             raise pytest.UsageError(
-                f"{item.nodeid}: @pytest.mark.ranks is there twice, on the same test or on it and its parameter, and "
+                f"{item.nodeid}: @pytest.mark.ranks occurs twice, on the same test or on it and its parameter, and "
                 "one would be ignored: put all world sizes into one, @pytest.mark.ranks(2, 4)"
             )
         if marks:

@@ -107,7 +107,7 @@ def _failed(ends: Sequence[RankEnd], result: TeamResult, *, limit: float) -> Ran
         told.insert(0, Told(text, None, result.finding))
     elif result.stopped is EndedFor.HANG:
         text = result.finding.splitlines()[0]
-        told.insert(0, Told("the ranks could not end any more, and were ended", None, result.finding))
+        told.insert(0, Told("the ranks could make no more progress, and were ended", None, result.finding))
     else:
         text = told[0].heading
         first = ends[0].value
@@ -179,5 +179,5 @@ def _tell(group: Sequence[RankEnd], count: int, *, alone: bool) -> Told:
         return Told(f"{who}", None, end.record.traceback or end.record.summary)
     code = end.exit_code or 0
     how = f"was killed by signal {-code} ({name(-code)})" if code < 0 else f"ended with exit code {code}"
-    doubt = ", which lockstep did not send: was memory out?" if code == -signal.SIGKILL else ""
+    doubt = ", which lockstep did not send: did memory run out?" if code == -signal.SIGKILL else ""
     return Told(f"{who} {how} in the test{doubt}", None, end.problem)

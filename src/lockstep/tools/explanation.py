@@ -23,7 +23,7 @@ _REMEDIES = {
     FailureKind.RAISED: "fix what the error of rank {rank} says: {error}",
     FailureKind.EXITED: "read why rank {rank} left with exit code {exit_code}: the program did so itself{log}",
     FailureKind.KILLED: "find out what sent {signal} to rank {rank}; --max-restarts 3 starts the ranks again after it",
-    FailureKind.MEMORY: "take a smaller batch, fewer ranks or fewer workers of the loader: memory was out",
+    FailureKind.MEMORY: "take a smaller batch, fewer ranks or fewer workers of the loader: memory ran out",
     FailureKind.HUNG: "look at where rank {rank} stood: the report and all stacks are in hang-1 in the run's folder",
     FailureKind.STUCK: "look at the disk or the driver that rank {rank} waited for: it could not be killed",
 }

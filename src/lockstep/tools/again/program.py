@@ -89,7 +89,8 @@ def _program(run: Run) -> list[str]:
     target = words[0] if words else ""
     if target != "-m" and not Path(_directory(run), target).is_file():
         raise CannotRepeat(
-            f"{run.name}: its program {target} is no file in {_directory(run)} (any more), so it can't be run again"
+            f"{run.name}: its program {target} is not (or no longer) a file in {_directory(run)}, so it can't be run "
+            "again"
         )
     return words
 
@@ -98,7 +99,7 @@ def _directory(run: Run) -> Path:
     directory = Path(run.about.get("directory") or ".")
     if not directory.is_dir():
         raise CannotRepeat(
-            f"{run.name} was started in {directory}, which is no folder (any more): it can't be run again"
+            f"{run.name} was started in {directory}, which is not (or no longer) a folder: it can't be run again"
         )
     return directory
 
@@ -118,6 +119,6 @@ def _why_no_answer(run: Run, words: list[str], code: int) -> str:
         how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}; its error is above"
         return f"{run.name}: its program ({program}), run again in one process, {how}"
     return (
-        f"{run.name}: its program ({program}), run again in one process, has ended without coming to what was asked: "
-        "does it do the same with these arguments as it did?"
+        f"{run.name}: its program ({program}), run again in one process, has ended before the point that was asked "
+        "for: does it do the same with these arguments as before?"
     )

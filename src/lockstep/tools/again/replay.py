@@ -47,7 +47,7 @@ class Replay:
         others = which_ranks(rank for rank in range(self.world_size) if rank != self.rank)
         missing = f"the gradients of {others} are missing, so those here are rank {self.rank}'s own, before the average"
         if (resumed or 0) == self.step - 1:
-            own = f"rank {self.rank}'s own forward and backward, to the bit on a machine of the same kind"
+            own = f"rank {self.rank}'s own forward and backward, with the same bits on a machine of the same kind"
             return f"{since}, the step before: {own}; {missing}"
         return (
             f"{since}; the steps between on the whole global batch, which is what {ranks} did up to {_UP_TO}, and this "

@@ -38,8 +38,8 @@ _OUT_OF_REACH = {
     "torch.distributed.fsdp": "parameters in parts (FSDP): keep it, started by lockstep run",
     "torch.distributed._composable": "parameters in parts (FSDP): keep it, started by lockstep run",
     "torch.distributed.tensor": "tensor parallelism stays torch's own; start the script by lockstep run as it is",
-    "torch.distributed.rpc": "torch's RPC is no training on equal batches",
-    "torch.distributed.pipelining": "a pipeline is no data-parallel training",
+    "torch.distributed.rpc": "torch's RPC does not train on equal batches",
+    "torch.distributed.pipelining": "a pipeline is not data-parallel",
     "deepspeed": "keep DeepSpeed, or write the loop for torch first",
     "pytorch_lightning": "the loop is in Lightning's Trainer (docs/guides/lightning.md)",
     "lightning.pytorch": "the loop is in Lightning's Trainer (docs/guides/lightning.md)",
@@ -109,7 +109,7 @@ def port_text(text: str, path: Path, *, ranks: int | None = None) -> Port:
     kind = next((each for each in _KINDS if each.matches(porting)), None)
     if kind is None:
         porting.refused(
-            None, "no training", "no backward() is seen in this file", "name the file that has the training loop"
+            None, "no training", "there is no backward() in this file", "name the file that has the training loop"
         )
     elif not porting.remarks:
         kind.port(porting)

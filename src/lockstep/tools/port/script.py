@@ -67,7 +67,7 @@ class Script:
             wrapper = MetadataWrapper(cst.parse_module(text))
         except cst.ParserSyntaxError as error:
             raise CannotPort(
-                f"line {error.raw_line}: no Python that can be parsed ({error.message}); correct it and port again"
+                f"line {error.raw_line}: not valid Python ({error.message}); correct it and port again"
             ) from None
         self.text = text
         self.module = wrapper.module

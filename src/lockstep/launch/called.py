@@ -38,7 +38,7 @@ class CalledRanks:
     """
 
     def __init__(self, program: list[str], nprocs: int, *, quiet: bool = False, lends: bool = False) -> None:
-        #: What the ranks have ended with, or could not be started for; None: they run, or have ended well.
+        #: The error with which the ranks ended, or could not be started; None: they run, or have succeeded.
         self.error: LaunchError | None = None
         #: True once all is given back.
         self.closed = False
@@ -84,7 +84,7 @@ class CalledRanks:
         return ready
 
     def conclude(self) -> None:
-        """Find out how the ranks have ended, say what there is to say, and close."""
+        """Find out how the ranks have ended, print the messages about that, and close."""
         attempt = self.launcher.attempt
         outcome = attempt.outcome()
         first = outcome.first

@@ -52,7 +52,7 @@ class Order:
     job: str
     #: True if standard output and error are shown in one place, so that they have to stay in order.
     one_stream: bool
-    #: Rows and columns of the terminal that shows them; None: there is none.
+    #: Rows and columns of the terminal that shows the output; None if there is none.
     terminal: tuple[int, int] | None
     #: The seconds of --grace.
     grace: float
@@ -258,7 +258,7 @@ class _Guard:
                 self._signal(named)
 
     def _hang_up(self, now: float) -> None:
-        """Have the job stop: without a connection nobody can stop it, or read what it writes."""
+        """Have the job stop: without a connection no user can stop it, or read its output."""
         if self._connected:
             self._connected = False
             self._outgoing.clear()

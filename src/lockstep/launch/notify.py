@@ -47,14 +47,14 @@ class Notifier:
     """Runs a command for each thing that it is told, one after the other.
 
     Args:
-        command: for a shell; None: there is none, and nothing is told.
+        command: the shell command; None: there is none, and nothing is run.
     """
 
     def __init__(self, command: str | None) -> None:
         self._command = command
         self._waiting: deque[tuple[Notice, bytes]] = deque()
         self._running: _Running | None = None
-        #: What is to be said of commands that could not be started.
+        #: Messages about commands that could not be started.
         self._troubles: list[str] = []
 
     def tell(self, notice: Notice, text: str, **facts: Any) -> None:
@@ -128,7 +128,7 @@ class _Running:
         self._until = time.monotonic() + self._limit
 
     def look(self, now: float) -> str | None:
-        """Return what there is to say of the command, which has ended, or ends here; None: it runs still."""
+        """Return the message about the command, which has ended, or is ended here; None: it still runs."""
         code = self._process.poll()
         if code is None and now < self._until:
             return None

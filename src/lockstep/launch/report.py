@@ -145,7 +145,7 @@ class Outcome:
     note: StopNote | None = None
     #: Rank -> where its flight recorder's file is; see watchdog.py.
     flight_recorders: Mapping[int, Path] = field(default_factory=dict)
-    #: The rank from whose debugger a user has ended the job, and its line; None: nobody has.
+    #: The rank from whose debugger a user has ended the job, and its line; None: the job has not ended so.
     quit_by: tuple[int, str] | None = None
 
     @property
@@ -166,7 +166,7 @@ class Outcome:
 
     @property
     def quit(self) -> str:
-        """Where a user has ended the job by a debugger's ``q``, in words; empty: nobody has."""
+        """Where a user has ended the job by a debugger's ``q``, in words; empty: the job has not ended so."""
         return "" if self.quit_by is None else "ended at a breakpoint, on rank {} ({})".format(*self.quit_by)
 
     @property
@@ -247,7 +247,7 @@ _OUTSIDE = (Phase.EVALUATE, Phase.OWN, Phase.COMPILE, Phase.RESTORE)
 
 
 def is_outside_a_step(look: Look) -> bool:
-    """Return whether a rank does by its page what is no part of a training step."""
+    """Return whether a rank, by its page, does something outside of a training step."""
     return look.mark.phase in _OUTSIDE and not look.mark.waiting
 
 

@@ -28,7 +28,7 @@ class RunScreen:
         self._launcher, self._streams, self._relay = launcher, streams, relay
         #: (Start, rank) -> the rank's note on its lines when the launcher last wrote.
         self._ended: dict[tuple[int, int], int] = {}
-        #: Messages that wait until nobody is at a prompt.
+        #: Messages that wait until no rank is at a prompt.
         self._kept: list[str] = []
 
     def show(self, text: str) -> None:
@@ -83,7 +83,7 @@ class RunScreen:
 
 
 def _last_byte(fd: int) -> bytes | None:
-    """Return the last byte that a file has got, a newline if it is empty; None: it is no file, or can't be read."""
+    """Return the last byte of a file, or a newline if it is empty; None if it is not a file, or can't be read."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return None
     try:

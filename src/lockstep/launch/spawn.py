@@ -199,7 +199,7 @@ class SpawnContext:
             raise self._ranks.error
 
     def _drop(self) -> None:
-        """Give up what nobody has asked for."""
+        """Drop the values that no caller has asked for."""
         for returned in self._returned:
             returned.close()
 

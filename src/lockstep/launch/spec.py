@@ -83,7 +83,7 @@ class JobSpec:
     """One node's part of a job. With several nodes, each starts its own part and they meet at the master's port."""
 
     program: Program
-    #: Ranks on this node.
+    #: The number of ranks on this node.
     nproc: int
     nnodes: int = 1
     node_rank: int = 0
@@ -98,9 +98,9 @@ class JobSpec:
     grace: float = DEFAULT_GRACE
     #: Seconds by which the ranks have saved and the job ends; None: no limit.
     max_time: float | None = None
-    #: What is done about ranks that hold up the others, besides the report.
+    #: The action about ranks that hold up the others, besides the report.
     on_hang: OnHang = field(default_factory=OnHang)
-    #: The command, for a shell, that is told what becomes of the job; None: there is none.
+    #: The shell command that is run at events of the job; None if there is none.
     notify: str | None = None
     #: True if the summary at the end is left out.
     quiet: bool = field(default_factory=knobs.quiet)

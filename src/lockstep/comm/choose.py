@@ -63,7 +63,8 @@ def open_fastest(store: Store, identity: Identity, timeout: float) -> None:
 class Choice:
     """What a rank has settled before the ranks meet."""
 
-    #: What the program, ``LOCKSTEP_BACKEND`` or the rank's device asks for; None: nothing does.
+    #: The backend that the program, ``LOCKSTEP_BACKEND`` or the rank's device asks for; None: none of them asks for
+    #: one.
     backend: str | None
     #: The rank's accelerator, in the words of :func:`lockstep.accelerator.identity`; None: it has none, or can't tell.
     device: str | None = None

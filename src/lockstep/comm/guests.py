@@ -41,7 +41,7 @@ def refuse(identity: Identity) -> None:
         EnvironmentMismatch: this process's rank has joined the world, or trains without it.
     """
     if identity.world_size == 1:
-        return  # a lone rank waits for nobody
+        return  # a lone rank waits for no other
     who = f"this process ({os.getpid()}) was started by rank {identity.rank} of {identity.world_size}"
     joined = knobs.joined()
     if joined is not None and joined[0] != os.getpid() and joined[1] == place():

@@ -161,7 +161,7 @@ def reopen() -> None:
     """**Collective.** Open the default group of the world anew, after the one before was destroyed; the World stays.
 
     Raises:
-        LockstepError: :func:`init` has not opened the one before, so nobody knows how.
+        LockstepError: :func:`init` has not opened the one before, so it is not known how.
         RendezvousError: as :func:`init`.
     """
     here = world()

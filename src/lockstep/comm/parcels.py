@@ -36,7 +36,7 @@ from lockstep.trees import path_text
 
 #: Bytes to which pieces are aligned: a cache line, and a vector of any processor.
 _ALIGNED = 64
-#: What JSON keeps as it is.
+#: The types that JSON keeps as they are.
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -63,7 +63,7 @@ class Parcel:
         """Pack ``trees``, one beside the other.
 
         Raises:
-            Unpackable: something in them is no data.
+            Unpackable: they contain something that is not data.
             OSError: there is no memory for it.
         """
         packing = _Packing()

@@ -50,7 +50,7 @@ def standing() -> dict[str, list[int]]:
 
 
 def free(reason: str) -> None:
-    """End all groups of this process, so that nobody waits in them any more; from any thread.
+    """End all groups of this process, so that no thread waits in them any more; callable from any thread.
 
     Args:
         reason: what the ranks that wait are told.

@@ -43,7 +43,7 @@ class RankDebugger:
         """Stop the program at a breakpoint.
 
         Raises:
-            NoTerminal: nobody could give a command.
+            NoTerminal: no user could give a command.
         """
         from lockstep.debugger.prompt import RankPdb, line_of
 
@@ -139,7 +139,7 @@ def _on_breakpoint(*args: Any, header: str | None = None, **more: Any) -> Any:
 
 
 def over() -> None:
-    """End stepping, since the program is over, and what follows is nobody's to look at."""
+    """End stepping, since the program is over, and the code that follows is not the user's."""
     if _debugger is not None:
         _debugger.over()
 
@@ -154,7 +154,7 @@ def quit_at(error: BaseException) -> str | None:
     """Return the line at which a user has ended the program by a debugger's ``q``, and see that the launcher knows.
 
     Returns:
-        None: it ends by another error, or by a debugger of the program's own that found nobody who could have typed it.
+        None: it ends by another error, or by a debugger of the program's own that had no terminal.
     """
     bdb = sys.modules.get("bdb")  # else no debugger was here
     if bdb is None or not isinstance(error, bdb.BdbQuit):

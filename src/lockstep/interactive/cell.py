@@ -76,7 +76,7 @@ class RunningCell:
         self._stage = _CellStage.RUNNING
         self._returned = Returned()
         self._ended: dict[int, CellEnded] = {}
-        #: What each rank has written.
+        #: The output of each rank.
         self.output = {rank: KeptOutput() for rank in pool.ranks}
         self._notes: list[str] = []
         self._begun_at = {rank: pool.steps(rank) for rank in pool.ranks}

@@ -36,7 +36,7 @@ class RankPool:
 
     def __init__(self, nprocs: int) -> None:
         self.ranks = range(nprocs)
-        #: Rank -> the way to it.
+        #: Rank -> the socket to it.
         self.channels: dict[int, Channel[Report]] = {}
         self._pipes: list[RankPipe] = []
         self._returned: list[Returned] = []

@@ -53,7 +53,7 @@ from lockstep.launch.returned import send
 _LONGEST = 50_000
 #: matplotlib's backend, which matplotlib imports.
 _FIGURES = "lockstep.interactive.figures"
-#: What ``from __future__ import …`` sets for the code that follows.
+#: The compiler flags that ``from __future__ import …`` sets for the code that follows.
 _FUTURES = [getattr(__future__, name).compiler_flag for name in __future__.all_feature_names]
 #: Lines that only IPython understands.
 _OF_IPYTHON = re.compile(r"\s*([\w, ]+=\s*)?[!%?]|.*\?\s*$")
@@ -73,12 +73,12 @@ class _CellRunner:
     def __init__(self, rank: int, channel: Channel[Request]) -> None:
         self._rank = rank
         self._channel = channel
-        #: What the main thread has to do, with the descriptors that came along; None: leave.
+        #: The next request for the main thread, with its descriptors; None: leave.
         self._tasks: queue.SimpleQueue[tuple[Request, list[int]] | None] = queue.SimpleQueue()
         self._interrupts = CellInterrupts()
         self._main = types.ModuleType("__main__")
         vars(self._main)["__builtins__"] = sys.modules["builtins"]
-        #: What the cells so far have imported from __future__, as the compiler's flags.
+        #: The compiler flags of what the cells so far have imported from __future__.
         self._flags = 0
 
     def run(self) -> None:

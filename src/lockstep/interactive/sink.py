@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-#: Shows a figure, given as a PNG; None: nobody watches this rank.
+#: Shows a figure, given as a PNG; None: the figures of this rank are not shown.
 show_png: Callable[[bytes], None] | None = None

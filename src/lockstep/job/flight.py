@@ -132,7 +132,8 @@ class Flight:
 
     @property
     def run_step(self) -> int:
-        """The number of the step under way in the whole run, from 1, by a Checkpointer's count; 0: nobody counts."""
+        """The number of the step under way in the whole run, from 1, by a Checkpointer's count; 0: there is no
+        count."""
         return self._cells[Cell.RUN_STEPS]
 
     @property

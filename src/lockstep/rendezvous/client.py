@@ -294,7 +294,7 @@ class _Client:
         now = time.monotonic()
         if self._base is None or now < self._next_beat:
             return
-        if self._count and now - self._next_beat > self._times.silent / 2:  # this process stood still, and heard nobody
+        if self._count and now - self._next_beat > self._times.silent / 2:  # it stood still, and read nothing
             self._signs.pause(now - self._next_beat)
         self._count += 1
         self._base.set(self._key(f"beat/{self._name}"), json.dumps([self._count, self._ranks]))
@@ -717,7 +717,7 @@ class _Client:
         """
         text = "; ".join(self._objection(mine, ticket) for ticket in misfits)
         limit = time.monotonic() + _DISMISSAL
-        with suppress(RuntimeError):  # where the store has gone, so has the machine that served it, and nobody is told
+        with suppress(RuntimeError):  # if the store is gone, so is the machine that served it
             for ticket in misfits if told_by is not None else ():
                 self._shared.set(self._key(f"refused/{ticket}"), str(told_by))
             self._shared.set(self._key(f"gone/{self._name}"), "")

@@ -53,7 +53,7 @@ class Knock(threading.Thread):
         self.why = ""
         #: True if a program accepted the connection.
         self.connected = False
-        #: An error that no other try would cure; None: there is none.
+        #: An error that another try would not cure; None if there is none.
         self.error: Exception | None = None
 
     def run(self) -> None:

@@ -41,7 +41,7 @@ class Card:
     started: int
     host: str
     address: str
-    #: Ranks on this machine.
+    #: The number of ranks on this machine.
     ranks: int
     #: The bounds of ``--nnodes``.
     least: int
@@ -130,7 +130,7 @@ def decode_card(written: str | bytes, *, key: str, ticket: int) -> tuple[Card, b
     """Return a card, and whether its machine knows the key.
 
     Another version of lockstep may say more or less on its card. It is read all the same, so that its machine can be
-    refused by name, and does not end the job of those that read it. Text that is no card counts as that of a machine
+    refused by name, and does not end the job of those that read it. Text that is not a card counts as that of a machine
     without a name, which does not know the key.
     """
     try:

@@ -25,7 +25,7 @@ class Round:
 
     #: This machine's number, from 0.
     node_rank: int
-    #: Ranks on each machine.
+    #: The number of ranks on each machine.
     ranks: tuple[int, ...]
     #: The address at which the ranks meet, for scripts that open a process group themselves, and without a shared file.
     address: str
@@ -133,7 +133,7 @@ class Options:
     job: str
     min_nodes: int
     max_nodes: int
-    #: Ranks on this machine.
+    #: The number of ranks on this machine.
     ranks: int
     #: Seconds to wait for ``min_nodes`` machines.
     join_timeout: float
@@ -209,7 +209,7 @@ class Met:
 class Looking:
     """This client looks for the store or the other machines. Said at least twice a second until they have met."""
 
-    #: Seconds that are left.
+    #: The number of seconds that are left.
     seconds: float
     #: The message for the user: the machines that are here, are awaited or were refused; empty: none.
     text: str = ""

@@ -15,9 +15,9 @@ rather than multiplied: the mean over no samples is NaN, and 0 * NaN is NaN.
 Note [Counted items]
 ~~~~~~~~~~~~~~~~~~~~
 Where a loss is a mean over something that the loader knows nothing of (tokens), the rank knows n_r, how many of them it
-has, and nobody knows n. ``World.weigh(n_r)`` says so, and the replica adds up n where an averaged backward
-begins: Note [Items of all ranks] in ``ddp/items.py``. Until then what is in hand is :class:`Items`, a share whose whole
-is not known. A backward takes the count
+has, and n is not known. ``World.weigh(n_r)`` says so, and the replica adds up n where an averaged backward begins: Note
+[Items of all ranks] in ``ddp/items.py``. Until then what is in hand is :class:`Items`, a share whose whole is not
+known. A backward takes the count
 
 - that was said since the last forward with gradients, or else
 - that its own forward found (it was said before the forward, and the loop may have gone on to another batch since), or
@@ -130,7 +130,7 @@ class Taken(NamedTuple):
     weight: float
     #: The items counted for it, unless an earlier backward took them; see Note [Counted items].
     items: Items | None
-    #: The batch in hand, empty if there is none; None: another thread has it.
+    #: The batch in hand, empty if there is none; None: another thread holds one.
     batch: BatchId | None
 
 

@@ -48,7 +48,7 @@ def files() -> frozenset[str]:
 
 
 def left_since(before: frozenset[str], *, is_ours: Callable[[int], bool], patience: float) -> frozenset[str]:
-    """Return the names of files that have come into /dev/shm for good, and are nobody else's.
+    """Return the names of files that were left in /dev/shm, and that do not belong to another process.
 
     What others have just made they will have mapped, or removed, in a moment. See Note [Whose memory it is].
 

@@ -74,7 +74,7 @@ def seconds(value: Any, name: str) -> float:
     """Return a time limit.
 
     Raises:
-        ValueError: ``value`` is no positive number of seconds.
+        ValueError: ``value`` is not a positive number of seconds.
     """
     try:
         limit = float(value)

@@ -115,7 +115,7 @@ def is_failure(report: RankReport | None) -> bool:
 
 
 def run_item(rank: int, order: ItemOrder) -> RankReport:
-    """Run a test on this rank, and return what there is to say of it; called in the rank."""
+    """Run a test on this rank, and return the report on it; called in the rank."""
     leaks.sign(order.session)
     observer = _Observer(rank, order)
     try:
@@ -172,7 +172,7 @@ class _Observer:
         self._nothing = open(os.devnull, "w")  # noqa: SIM115  (for as long as the process lives)
 
     def report(self, exit_code: int) -> RankReport:
-        """Return what there is to say, once the session has ended."""
+        """Return the report, once the session has ended."""
         found = self._found
         if not found.failed and not self._ended:
             problem = self._problem or (

@@ -83,7 +83,7 @@ class RankEnd:
     at: float
     #: What the function returned; None: nothing, or see ``problem``.
     value: Any = None
-    #: Why there is no value, though the function may have returned; empty: there is one.
+    #: The reason why there is no value, though the function may have returned; empty: there is one.
     problem: str = ""
     #: What it left of an exception that ended it.
     record: FailureRecord | None = None
@@ -371,7 +371,7 @@ class _CallUnderWay:
 
 
 class _Output:
-    """What a rank prints, in memory files: nobody has to read meanwhile, and nothing is lost with a rank."""
+    """The output of a rank, in memory files: nothing has to be read meanwhile, and nothing is lost with a rank."""
 
     def __init__(self) -> None:
         self.descriptors = os.memfd_create("lockstep-out"), os.memfd_create("lockstep-err")

@@ -5,8 +5,8 @@ takes a free slot, writes a fragment, and hands it over; the receiver copies it 
 [Memory ordering] in semaphore.py). Fragments keep their order, so both sides know the slot of each by counting. A
 message that comes before anybody asked for it is kept in this process's memory.
 
-The thread that waits for a message moves the fragments of all; while something is in flight and nobody waits, a thread
-of the group does. So a send of any size completes while its receiver computes, and a blocking receive costs no
+The thread that waits for a message moves the fragments of all; while something is in flight and no thread waits, a
+thread of the group does. So a send of any size completes while its receiver computes, and a blocking receive costs no
 hand-over between threads.
 """
 

@@ -4,7 +4,7 @@ Note [Rounds]
 ~~~~~~~~~~~~~
 In round k each rank
 
-1. writes what the others need into its own stage number ``k % 3`` (nobody else's),
+1. writes what the others need into its own stage number ``k % 3`` (never into another rank's),
 2. posts one token to every other rank, and takes one token from every other rank,
 3. reads the others' stages of this round.
 
@@ -86,7 +86,7 @@ class Rounds:
     def __init__(self, segment: Segment, layout: Layout, *, rank: int, health: Health) -> None:
         self.rank = rank
         self.size = layout.world_size
-        #: Bytes of one stage.
+        #: The size of one stage, in bytes.
         self.chunk = layout.chunk
         self._segment = segment
         self._layout = layout

@@ -53,17 +53,17 @@ class Bisection:
     kind: Parting
     #: Steps after which both have digests.
     compared: int
-    #: The last of them at which all was equal, before they part; None: there is none before.
+    #: The last of them at which all was equal, before they part; None if there is none.
     equal_at: int | None
     #: The first after which something differed; None: nothing does.
     differ_at: int | None
-    #: What differed then: parameters, the optimizer's state.
+    #: The names of what differed then: parameters, the optimizer's state.
     differing: list[str]
     #: The first step with other samples, of those since ``equal_at``; None: none is known.
     other_samples: int | None
     #: The number of steps since ``equal_at`` of which the samples are not known of both.
     unknown_samples: int
-    #: What the records know to be different between the runs, in words.
+    #: The differences between the runs that the records show, in words.
     differences: list[str]
 
     def describe(self) -> str:

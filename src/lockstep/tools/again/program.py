@@ -105,7 +105,7 @@ def _directory(run: Run) -> Path:
 
 
 def _environment(run: Run, threads: int | None) -> dict[str, str]:
-    """Return the environment of a process that is no rank, with the variables of lockstep's that the run had."""
+    """Return the environment of a process that is not a rank, with the run's variables of lockstep."""
     recorded = (run.about.get("environment") or {}).get("variables") or {}
     had = {name: value for name, value in recorded.items() if name in (knobs.BACKEND, knobs.TRACEBACK)}
     if threads is not None:

@@ -14,7 +14,7 @@ from lockstep.tools.again.samples import UnknownBatch
 
 #: Gradients that are shown, the largest.
 _LARGEST = 5
-#: What a global batch on one process differs by from its parts on several ranks.
+#: The differences between a global batch on one process and its parts on several ranks.
 _UP_TO = "rounding and the random numbers that each rank draws (dropout)"
 
 
@@ -27,9 +27,9 @@ class Replay:
     #: The ranks of the run in that step, and the one whose part was computed; None: the whole batch was.
     world_size: int
     rank: int | None
-    #: Whether the run cut its batches into slices.
+    #: True if the run cut its batches into slices.
     in_slices: bool
-    #: What replayed.py has answered.
+    #: The answer of replayed.py.
     told: Mapping[str, Any]
 
     @property

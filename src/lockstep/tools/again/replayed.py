@@ -118,7 +118,7 @@ class _StepWatch:
         self._follow_batches()
         if self._rank is not None:
             _draw_as(self._rank, self._world_size)
-        flight.watch_optimizers(optimizers)  # without a launcher nobody counts steps
+        flight.watch_optimizers(optimizers)  # without a launcher steps are not counted
         register_module_forward_pre_hook(self._forward_begins)
         register_module_forward_hook(self._forward_was, always_call=True)
         optimizers.register_optimizer_step_pre_hook(self._before_optimizer)

@@ -56,7 +56,7 @@ class Part:
     #: The positions of the samples in the epoch's order, and their indices.
     positions: list[int]
     indices: list[int]
-    #: What the dataset gives for each of them; None: it was not asked.
+    #: The value that the dataset returns for each of them; None: it was not asked.
     samples: list[dict[str, Any]] | None = None
 
     def describe(self) -> list[str]:
@@ -81,7 +81,7 @@ class RecordedBatch:
     seed: int
     epoch: int
     batch: int
-    #: Whether it is certain that the step took it.
+    #: True if it is certain that the step took the batch.
     is_certain: bool
     #: The position of its first sample in the epoch's order, and how many samples it has.
     position: int

@@ -63,7 +63,7 @@ def versions() -> dict[str, str]:
 
 
 def binding() -> str:
-    """Return to which cores ``lockstep run`` binds ranks here, if nobody says how many and how."""
+    """Return to which cores ``lockstep run`` binds ranks here without -n and --bind."""
     ranks = parse_ranks("auto", cores=machine.cores(), gpus=machine.gpus())
     return f"{bind_ranks(Bind.AUTO, ranks).describe()} (--bind auto, {counted(ranks, 'rank')})"
 

@@ -197,7 +197,7 @@ class _Host:
         return {"ports": ports}
 
     def _ways(self, order: dict[str, Any]) -> list[str | None]:
-        """Return this host's own address on the way to each of the others; None: there is no way."""
+        """Return this host's own address on the route to each of the others; None: there is no route."""
         return [_own_address(str(address)) for address in order["to"]]
 
     def _connect(self, order: dict[str, Any]) -> list[dict[str, Any]]:

@@ -127,7 +127,7 @@ class _Visit:
 
 
 def look_at(hosts: Sequence[Host], asked: VisitOptions) -> Report:
-    """Look at ``hosts``; at this machine if there are none."""
+    """Check ``hosts``, or this machine if none is given."""
     several = len(hosts) > 1
     report = Report([Visited(host.name) for host in hosts] or [Visited(THIS)])
     with ExitStack() as undo:

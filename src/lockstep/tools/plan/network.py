@@ -53,7 +53,7 @@ class Network:
 
     #: Between hosts; the ranks of a host share it.
     between: Link
-    #: Between ranks of a host.
+    #: The link between ranks of a host.
     inside: Link
     #: Ranks of a host that is full.
     ranks_per_host: int

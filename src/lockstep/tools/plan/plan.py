@@ -17,8 +17,8 @@ in common (an evaluation, a save, another machine's load): that is taken off as 
 length is the median of these. What is left says by how much each rank is off in each step. N ranks are N / R times the
 R that were recorded, and each draws one of its own deviations: the expected largest of them all has a closed form, so
 nothing is drawn. (Fewer than R are drawn from all alike.) It never exceeds what was recorded, so a rare hiccup that
-came in none of the timed steps is missing, however many ranks there are; and of a lone rank nobody can say by how much
-ranks differ.
+came in none of the timed steps is missing, however many ranks there are; and for a lone rank it is not known by how
+much ranks differ.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Point:
     samples_per_second: float | None
     #: Samples a second, as a fraction of what as many ranks reach that each train alone.
     efficiency: float
-    #: What a thousand steps cost on these hosts; None: there is no price.
+    #: The cost of a thousand steps on these hosts; None: there is no price.
     cost_of_1000_steps: float | None = None
 
 

@@ -40,7 +40,7 @@ class Timetable:
 
     rank: int
     backend: str = ""
-    #: Ranks that averaged.
+    #: The number of ranks that averaged.
     world_size: int = 0
     #: The device of the gradients: ``cpu``, or the kind of GPU.
     device: str = "cpu"
@@ -57,7 +57,7 @@ class Timetable:
     buckets: tuple[int, ...] = ()
     #: The fraction of the backward that was over when each bucket was ready, in the median step.
     ready: tuple[float, ...] = ()
-    #: The optimizers' steps.
+    #: The time of the optimizers' steps.
     optimizer: tuple[float, ...] = ()
     #: All else before the backward: data, forward, own code, backwards that only accumulate.
     before: tuple[float, ...] = ()

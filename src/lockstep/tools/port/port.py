@@ -86,7 +86,7 @@ def port(path: Path, *, ranks: int | None = None) -> Port:
             ranks; None: the number of ranks that the port is going to run on.
 
     Raises:
-        CannotPort: it is no Python that can be parsed.
+        CannotPort: it is not valid Python.
         OSError: it can't be read.
     """
     try:

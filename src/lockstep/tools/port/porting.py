@@ -107,7 +107,7 @@ class Porting:
         self.init = InitSite(first, named=free and not conditional, conditional=conditional, inserted=inserted)
 
     def _are_branches(self, inner: cst.If, nodes: list[cst.CSTNode]) -> bool:
-        """Return whether one of two nodes stands in the body of an ``if`` and the other in its ``else``."""
+        """Return whether one of two nodes is in the body of an ``if`` and the other in its ``else``."""
         other = inner.orelse
         return (
             isinstance(other, cst.Else)

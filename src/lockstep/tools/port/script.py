@@ -25,7 +25,7 @@ from lockstep.tools.port.remarks import CannotPort
 _Node = TypeVar("_Node", bound=cst.CSTNode)
 #: A statement of a block: what stands on lines of its own.
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
-#: What stands between the words; edits never touch it by itself.
+#: The whitespace between words; edits never touch it alone.
 _SPACE = (
     cst.BaseParenthesizableWhitespace,
     cst.TrailingWhitespace,
@@ -144,7 +144,7 @@ class Script:
         return None
 
     def function(self, node: cst.CSTNode) -> cst.FunctionDef | None:
-        """Return the function that a node stands in; None at the top level."""
+        """Return the function that contains a node; None at the top level."""
         found = self.around(node, cst.FunctionDef)
         return found if isinstance(found, cst.FunctionDef) else None
 
@@ -168,7 +168,7 @@ class Script:
         return self._bytes[span.start : span.start + span.length].decode()
 
     def inside(self, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
-        """Return whether ``node`` stands in ``outer``, or is it."""
+        """Return whether ``node`` is ``outer`` or a part of it."""
         while node is not outer:
             if node is self.module:
                 return False

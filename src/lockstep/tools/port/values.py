@@ -47,7 +47,7 @@ class Kind(enum.Enum):
     CLASS = enum.auto()
     INSTANCE = enum.auto()
     TUPLE = enum.auto()
-    #: What any other call returns; its site tells two of them apart.
+    #: The value that any other call returns; its site tells two of them apart.
     CALL = enum.auto()
     OTHER = enum.auto()
 
@@ -117,7 +117,8 @@ class ScriptValues:
     def __init__(self, script: Script) -> None:
         self._script = script
         self._held: dict[Hashable, Values] = defaultdict(lambda: _NOTHING)
-        #: What values flow to: an expression, whose key may not be known before others have settled, or a key.
+        #: The places that values flow to: an expression, whose key may not be known before others have settled, or a
+        #: key.
         self._flows: list[tuple[cst.CSTNode | Hashable, Callable[[], Values]]] = []
         #: Calls of functions of the script itself, by the function.
         self.calls: dict[int, list[cst.Call]] = defaultdict(list)
@@ -260,7 +261,7 @@ class ScriptValues:
                 changed = self._open_uncalled()
 
     def _open_uncalled(self) -> bool:
-        """Let parameters of functions that nobody here calls hold anything; return whether that is new."""
+        """Let parameters of functions that are never called in the script hold anything; return whether that is new."""
         changed = False
         for function in self._script.all(cst.FunctionDef):
             owner = self._owner(function)

@@ -24,7 +24,7 @@ class Verified:
     Args:
         which: ``before`` or ``after``.
         code: the verdict's code, or that of the error.
-        words: the verdict, or why there is none.
+        words: the verdict, or the reason why there is none.
     """
 
     which: str

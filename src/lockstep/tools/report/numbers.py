@@ -41,7 +41,7 @@ class Total:
     host: str
     #: Optimizer steps, in all starts.
     steps: float
-    #: Seconds by phase.
+    #: The seconds of each phase.
     seconds: dict[Phase, float]
     #: Seconds for which others waited while it worked; None: the record is of a version that does not say.
     held: float | None
@@ -348,7 +348,7 @@ def _end(machine: Run) -> Iterator[tuple[float, str, str]]:
 
 
 def _verdict(summary: dict[str, Any] | None) -> str:
-    """Return the summary's headline, its verdict, and what else it remarks, a line each; empty: there is none."""
+    """Return the summary's headline, its verdict, and its remarks, a line each; empty if there is none."""
     if summary is None:
         return ""
     return "\n".join([str(summary["headline"]), str(summary["verdict"]), *map(str, summary["remarks"])])

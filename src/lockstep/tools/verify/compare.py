@@ -512,7 +512,7 @@ def _worst(found: Array, allowed: Array, sizes: Array) -> int:
 
 
 def _or_zero(ours: dict[str, Array], theirs: dict[str, Array], i: int) -> Array:
-    """Return the gradient of tensor ``i``, as zeros where there is none."""
+    """Return the gradient of tensor ``i``, or zeros if there is none."""
     if f"g{i}" in ours:
         return ours[f"g{i}"]
     return np.zeros_like(theirs[f"g{i}"]) if f"g{i}" in theirs else np.zeros(0, np.float32)

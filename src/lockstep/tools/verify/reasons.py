@@ -386,7 +386,7 @@ def _other_count(step: int, ranks: int, count: int, total: int) -> Reason:
     )
 
 
-#: What makes any number of ranks draw the same.
+#: The advice by which any number of ranks draws the same.
 _DRAW_ELSEWHERE = (
     "nothing is wrong with it: the ranks' numbers are as random. For equal bits draw what belongs to a sample in the "
     "dataset, where lockstep.shard seeds it by the sample's position, or cut slices (lockstep.shard(loader, "

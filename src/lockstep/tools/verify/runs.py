@@ -57,7 +57,7 @@ class VerifyOptions:
     #: Numbers of ranks that are compared with one.
     ranks: tuple[int, ...]
     steps: int = 20
-    #: Seconds for each run.
+    #: The time limit of each run, in seconds.
     timeout: float = 600.0
     #: Bytes of numbers that all runs may keep together.
     keep: int = 2**30

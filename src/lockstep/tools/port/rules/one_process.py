@@ -25,7 +25,7 @@ from lockstep.tools.port.values import DATA_PARALLEL, Kind, Loop
 
 #: Methods that a library calls, perhaps in a worker process, where there is no World.
 _CALLED_ELSEWHERE = {"forward", "__getitem__", "__iter__", "__len__", "__call__", "__getitems__"}
-#: What every rank would do at once -> what to do.
+#: A call that every rank would make at once -> what to do instead.
 _ONCE = {
     "torch.utils.tensorboard.SummaryWriter": "make it on rank 0 only, or log by lockstep.Log with a sink",
     "tensorboardX.SummaryWriter": "make it on rank 0 only, or log by lockstep.Log with a sink",

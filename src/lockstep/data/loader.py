@@ -121,10 +121,9 @@ def shard(
         costs: what samples cost (the lengths of texts), so that the parts of a global batch cost the same, instead of
             having the same number of samples. The batch stays what it is and means are exact, but parts are not
             contiguous: Note [Parts of equal cost] in ``data/costs.py``. A number of 0 or more for each sample of the
-                dataset, in any unit; a function from an index to that number, which rank 0 calls; or ``"sampler"``:
-                each batch
-            of the batch sampler is then a pair of its indices and their costs. With ``shares`` the costs are in their
-            proportion; with ``slices`` each slice costs the same, on any number of ranks.
+            dataset, in any unit; a function from an index to that number, which rank 0 calls; or ``"sampler"``: each
+            batch of the batch sampler is then a pair of its indices and their costs. With ``shares`` the costs are in
+            their proportion; with ``slices`` each slice costs the same, on any number of ranks.
         stream: how an iterable dataset is read. ``"whole"``: all of it, once a machine, and each rank gets its share of
             every global batch. ``"parts"``: the dataset gives each rank a part of its own, of which a rank takes as
             many samples as its share of a batch has; parts may be unequal: Note [Parts of a stream] in

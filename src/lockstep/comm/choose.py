@@ -2,8 +2,8 @@
 "hierarchical" if that does (the job spans hosts, and some host has several ranks), else gloo.
 
 Note [All ranks or none]: the ranks open the group's memory first, by themselves, and tell each other whether that
-went well; what torch has to do afterwards waits for nobody, and is told as well. So a rank where the backend fails,
-whatever fails in it, keeps no other waiting: all hear of it and take the next backend together.
+went well; torch's part comes afterwards, waits for no other rank, and its outcome is told as well. So a rank on which
+the backend fails, for whatever reason, keeps no other rank waiting: all learn of it and take the next backend together.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def open_fastest(store: Store, identity: Identity, timeout: float) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a rank has settled before the ranks meet."""
+    """A rank's decisions before the ranks meet."""
 
     #: The backend that the program, ``LOCKSTEP_BACKEND`` or the rank's device asks for; None: none of them asks for
     #: one.
@@ -76,8 +76,9 @@ def compare_choices(store: Store, chosen: Choice, identity: Identity, timeout: f
     """**Collective.** Refuse choices with which the ranks would not open a group, each in its own way, or never.
 
     Hosts that ask for different backends would wait for each other until ``timeout``. Two ranks on one accelerator are
-    refused by its backend's library, in words of its own, or hang. An index tells nothing of that: where a scheduler
-    shows each rank a device of its own, all of them are number 0. So the ranks compare what their devices are.
+    refused by its backend's library, in words of its own, or hang. The index of a device does not show that: if a
+    scheduler gives each rank a device of its own, each of them is number 0. So the ranks compare the identities of
+    their devices.
 
     Args:
         store: where the ranks meet; for this alone.

@@ -3,9 +3,9 @@
 Note [Connected ranks]
 ~~~~~~~~~~~~~~~~~~~~~~
 Descriptors of memory (parcels.py) go through Unix sockets only. The leader listens at a name that it draws, in the
-abstract namespace: no file is made, and the name goes with the leader, however it ends. Names there are for everyone on
-the machine to see, so both ends ask the kernel whose process the other is, and a follower says a word that only the
-ranks have heard. A socket tells of the other end's death at once and by itself, since a process that is forked later (a
+abstract namespace: no file is made, and the name goes with the leader, however it ends. Every process on the machine
+can see these names, so both ends ask the kernel which user's process the other is, and a follower sends a random word
+that only the ranks know. A socket reports the other end's death at once, since a process that is forked later (a
 DataLoader's worker) closes its copy first.
 
 Which ranks share a machine is what their launcher and the kernel say (hosts/grouping.py), as for shared memory.
@@ -43,7 +43,7 @@ _SHORT = 1.0
 
 
 class LimitedMembers(Members, Protocol):
-    """What connecting needs of a World."""
+    """The part of a World that connecting needs."""
 
     @property
     def timeout(self) -> float:
@@ -94,7 +94,7 @@ class RankLine(Generic[Received]):
 
         Raises:
             CollectiveTimeout: there was none in time.
-            PeerLost: the other rank has gone, or has closed its end without a word.
+            PeerLost: the other rank has gone, or has closed its end without a message.
         """
         found = self.wait_unless_closed(what, seconds)
         if found is None:
@@ -121,7 +121,7 @@ class RankLine(Generic[Received]):
         return found
 
     def close(self) -> None:
-        """Close this end. What was sent before arrives."""
+        """Close this end. Messages that were sent before still arrive."""
         self.is_open = False
         self._channel.close()
         for _, fds in self._come:
@@ -158,7 +158,7 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 class LocalRanks:
     """The ranks of a machine, as one of them sees them.
 
-    They are not connected where there is one rank only, where one of them wants it not, or where it can't be done.
+    They are not connected if there is only one rank, if one of them does not want it, or if it is not possible.
     """
 
     #: The ranks of the machine, in order.
@@ -171,7 +171,7 @@ class LocalRanks:
 
     @property
     def leader(self) -> int:
-        """The first of them."""
+        """The first rank of the machine."""
         return self.members[0]
 
     @property

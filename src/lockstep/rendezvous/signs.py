@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class Signs:
-    """What was heard of other machines, and when, on this machine's monotonic clock.
+    """The counters of other machines, and when they changed, on this machine's monotonic clock.
 
     Args:
         silent: seconds without a sign of life after which a machine is lost.

@@ -2,11 +2,11 @@
 
 Note [Where runs part]
 ~~~~~~~~~~~~~~~~~~~~~~
-Two records have digests after some common steps (Note [Digest chain] in ``ddp/digest_chain.py``). From the first of
-these at which the parameters differ on, the runs are apart; at the one before they were equal. Of each step between the
-two both records tell the samples (samples.py), so it is known which is the first that had other ones. Other samples
-make other parameters one step later, so they are the reason if there are any; if there are none, the runs differ in
-something else that takes part in a step, of which the records know a little.
+Two records have digests after some common steps (Note [Digest chain] in ``ddp/digest_chain.py``). The runs part between
+two of these: at one the parameters are still equal, at the next they differ. Both records tell the samples of each step
+in between (samples.py), so the first step with other samples is known. Other samples make other parameters one step
+later, so they are the reason if there are any; if there are none, the runs differ in something else that takes part in
+a step, of which the records know a little.
 
 Where the optimizers' state differs at a step and the parameters don't yet, the state came first.
 """

@@ -1,17 +1,17 @@
-"""Start the program of a recorded run once more, in one process, for what only it can tell.
+"""Start the program of a recorded run once more, in one process, for answers that only it has.
 
 Note [The program again]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 The record has the program's words and the folder in which it was started. It is run there by plain Python, without a
 launcher: a world of one rank. ``within.py`` is that process's main module, which becomes the program after it has set
-hooks; what they do is said by a request, a file of JSON in a private folder. Nobody else knows of such a process, and
+hooks; what they do is said by a request, a file of JSON in a private folder. No other code knows of such a process, and
 no part of a training asks whether it is in one.
 
-The run's own files stay as they are: lockstep's checkpoints and logs of this process go to the private folder. What
-the program itself writes up to the place where it is stopped, it writes.
+The run's own files stay as they are: lockstep's checkpoints and logs of this process go to the private folder. Files
+that the program itself writes up to the place where it is stopped are really written.
 
-The program is the one that lies there now. Where it, its data or its surroundings have changed since, the answer is
-theirs; the settings of the loader are compared with the record's, and others are refused.
+The program is run from its current files. If these, its data or its surroundings have changed since the run, the answer
+may differ; the settings of the loader are compared with the record's, and others are refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OF_A_RANK = (
 
 
 class CannotRepeat(LockstepError):
-    """The program of a run could not be run again, or has ended before it came to what was asked."""
+    """The program of a run could not be run again, or has ended before the point that was asked for."""
 
     code = "cannot-repeat"
 
@@ -57,7 +57,7 @@ def ask(
         run: the record.
         request: what within.py is asked, in JSON's types.
         interactive: let the program have standard input and output, for a debugger.
-        threads: that it computes with, unless the environment says; None: as a process of its own has.
+        threads: the number that it computes with, unless the environment sets one; None: that of a single process.
 
     Raises:
         CannotRepeat: the program is not there, failed, or has ended without an answer.

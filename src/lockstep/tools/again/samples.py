@@ -7,9 +7,9 @@ lockstep ordered the samples, the rest is arithmetic, the same as in the run: th
 length), the batch out of it, and each rank's part or each slice of the batch. No sample is read and the program is not
 looked at.
 
-What a user's object has decided is not in the record: a sampler's order, a batch sampler's batches, costs. The program
-has these objects, so it is run up to its loader, which then draws the epoch again, in one process and before anything
-is trained. A batch sampler with a memory is in no known state there, and a stream has no samples with indices: both are
+Decisions of a user's object are not in the record: a sampler's order, a batch sampler's batches, costs. The program has
+these objects, so it is run up to its loader, which then draws the epoch again, in one process and before anything is
+trained. The state of a batch sampler with a memory is not known there, and a stream's samples have no indices: both are
 refused.
 """
 
@@ -130,7 +130,7 @@ class Wanted:
 
     @property
     def why_program(self) -> str:
-        """What the record does not tell and the program does; empty: there is nothing."""
+        """What the program must be asked, because the record does not tell it; empty: nothing."""
         drawn_by = self.settings["drawn_by"]
         if self.settings["order"] == "sampler":
             return f"the sampler {drawn_by} drew the order of the epoch"
@@ -199,7 +199,7 @@ class Question:
 
 
 def ask_step(run: Run, step: int, *, rank: int | None = None) -> Question:
-    """Return what a step took.
+    """Return the question about the samples of a step.
 
     Args:
         run: the record.

@@ -15,7 +15,7 @@ _MOST = 80
 
 
 def describe(sample: Any) -> list[dict[str, Any]]:
-    """Return what a sample is made of, each leaf in JSON's types.
+    """Return the leaves of a sample, each in JSON's types.
 
     Each has ``path`` (keys with points between; empty: the sample itself), ``type``, and ``text`` (the value, cut
     off), or for tensors and arrays ``dtype``, ``shape``, and, if they hold numbers, ``low``, ``high``, ``mean`` of

@@ -91,7 +91,8 @@ class Bisection:
         if self.unknown_samples:
             return f"the samples of {self.unknown_samples} of the {which} are not known of both runs"
         return (
-            f"the samples of {which} were the same: what the dataset gave for them, the program or the machine differs"
+            f"the samples of {which} were the same: what the dataset returned for them, the program or the machine "
+            "differs"
         )
 
     def to_json(self) -> dict[str, Any]:

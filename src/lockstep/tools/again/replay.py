@@ -91,9 +91,7 @@ def replay(run: Run, step: int, *, rank: int | None = None, debug: bool = False)
     wanted = question.wanted
     in_slices = any(each.settings["slices"] is not None for each in wanted)
     if rank is not None and any(each.why_program for each in wanted):
-        raise UnknownBatch(
-            f"--rank {rank}: {wanted[0].why_program}, so which part a rank had can't be told before it runs"
-        )
+        raise UnknownBatch(f"--rank {rank}: {wanted[0].why_program}, so the part of a rank is not known before it runs")
     if rank is not None and not in_slices:
         for batch in (batch for each in wanted for batch in samples.compute(each)):
             if not any(part.indices for part in batch.parts):

@@ -375,14 +375,14 @@ def _why_nothing(run: Run, step: int) -> str:
         )
     if last is not None and step > last + 1:
         return f"{run.name} has no step {step:,}: the last one it has taken is {last:,}"
-    return f"{run.name}: no batch of a sharded loader is known to have gone to step {step:,}"
+    return f"{run.name}: no batch of a sharded loader is known for step {step:,}"
 
 
 def _without_loaders(run: Run) -> str:
     if run.about.get("node"):
         return f"{run.name} was recorded on machine {run.about['node']} of its job; rank 0's machine has the record"
     return (
-        f"{run.name} tells of no loader: batches are known of loaders that lockstep.shard made, in runs of this "
+        f"{run.name} has no loader: batches are known of loaders that lockstep.shard made, in runs of this "
         "version of lockstep or a later one"
     )
 
@@ -393,5 +393,5 @@ def _several(run: Run, step: int, taken: StepBatches) -> str:
     remedy = f"--epoch {taken.epoch} --batch {first} shows one of them"
     if taken.is_one_of:
         why = "the pass had not as many steps as batches, as where a GradScaler leaves steps out"
-        return f"{run.name}: step {step:,} took one of {which}, and which is not known: {sentence(why)} {remedy}"
-    return f"{run.name}: step {step:,} took {which}, which are too many to show: {remedy}"
+        return f"{run.name}: step {step:,} took one of {which}, but which one is not known: {sentence(why)} {remedy}"
+    return f"{run.name}: step {step:,} took {which}, too many to show: {remedy}"

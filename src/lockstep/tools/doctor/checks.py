@@ -119,7 +119,7 @@ def check_cores(task: CheckTask) -> Iterator[Finding]:
             Problem.CORES_BUSY,
             "cores",
             f"{load:.1f} of the machine's {everything} cores were in use in the last minute",
-            "see with top what it is: ranks in step are as fast as the slowest of them",
+            "see with top which programs these are: ranks in step are as fast as the slowest of them",
         )
     text = os.environ.get("OMP_NUM_THREADS", "")
     if text and not (text.isdecimal() and int(text)):
@@ -217,7 +217,7 @@ def check_shared_memory(task: CheckTask) -> Iterator[Finding]:
                 Problem.DEV_SHM_FULL,
                 "/dev/shm",
                 f"/dev/shm has {as_size(free)} left of {as_size(total)}",
-                "see with ls -l /dev/shm what dead jobs have left there, and remove it",
+                "list what dead jobs have left there with ls -l /dev/shm, and remove it",
             )
         else:
             yield ok("/dev/shm", f"{as_size(free)} free of {as_size(total)}, for DataLoader workers")

@@ -43,7 +43,7 @@ def describe() -> str:
     variables = telling()
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {without_secrets(value)}" for name, value in rows]
-    lines += ["", "variables:" if variables else "variables: none of those that matter"]
+    lines += ["", "variables:" if variables else "variables: none that influences a job"]
     lines += [f"  {name}={value if value.startswith('(') else shlex.quote(value)}" for name, value in variables.items()]
     return "\n".join(lines)
 

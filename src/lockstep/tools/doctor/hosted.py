@@ -150,7 +150,7 @@ class _Host:
             _say(
                 {
                     "found": wrong(
-                        Problem.RANKS_INVALID, "ranks", str(error), "say another number for this host: HOST:N"
+                        Problem.RANKS_INVALID, "ranks", str(error), "give another number for this host: HOST:N"
                     ).to_json()
                 }
             )

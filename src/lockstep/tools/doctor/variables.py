@@ -137,7 +137,7 @@ def _devices(env: Mapping[str, str]) -> Iterator[Finding]:
             yield wrong(
                 Problem.NETWORK_DEVICE_MISSING,
                 "variables",
-                f"NCCL_SOCKET_IFNAME={wanted}: no network device here is named so",
+                f"NCCL_SOCKET_IFNAME={wanted}: no network device here has that name",
                 f"name one of {', '.join(there)}, or unset it",
             )
 

@@ -5,9 +5,9 @@ Note [Values of a script]
 A value is a kind and the expression that makes it, such as one call of ``DataLoader``. Values flow along assignments,
 arguments, what functions return, attributes of ``self`` and fields of other objects, whatever the order of the
 statements (a points-to analysis after Andersen, "Program Analysis and Specialization for the C Programming Language",
-1994, without contexts). So a variable holds at most what its set says, and ``Kind.OTHER`` stands for all that is of no
-interest; a variable that holds one kind *alone* has no other values. A parameter of a function that the script itself
-never calls holds OTHER.
+1994, without contexts). So a variable holds at most what its set says, and ``Kind.OTHER`` stands for all other values;
+a variable that holds one kind *alone* has no other values. A parameter of a function that the script itself never calls
+holds OTHER.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.tools.port.script import Script, argument, constant
 
 
 class Kind(enum.Enum):
-    """What a value is."""
+    """The kind of a value."""
 
     RANK = enum.auto()
     LOCAL_RANK = enum.auto()
@@ -323,7 +323,7 @@ class ScriptValues:
         return owner if isinstance(owner, cst.ClassDef) and not is_static else None
 
     def _key(self, target: cst.CSTNode) -> Hashable | None:
-        """Return what a variable, an attribute or a field is known by; None for what has no name."""
+        """Return the key of a variable, an attribute or a field; None for an expression without a name."""
         if isinstance(target, cst.Name):
             scope = self._script.scope(target)
             for each in scope[target.value] if scope is not None else ():
@@ -491,7 +491,7 @@ _FABRICS = {
 
 
 def wrapped(values: ScriptValues, call: cst.Call) -> Values:
-    """Return what a DistributedDataParallel or DataParallel was made of."""
+    """Return the module that a DistributedDataParallel or DataParallel was made of."""
     given = argument(call, "module", 0)
     return values.of(given.value) if given is not None else _NOTHING
 

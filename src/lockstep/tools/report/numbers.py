@@ -1,4 +1,4 @@
-"""Collect what a report shows of a run, as numbers: put the records of its machines on one time axis."""
+"""Collect the numbers that a report shows of a run: put the records of its machines on one time axis."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Account:
-    """All that is drawn. Times are in seconds since the run began."""
+    """The data of all charts. Times are in seconds since the run began."""
 
     run: Run
     #: The records of the job's machines that were found, this one's first.
@@ -314,7 +314,7 @@ def _host(span: Span, rank: int) -> str:
 
 
 def _marks(machines: Sequence[Run], began: float, starts: Sequence[Start]) -> list[Marker]:
-    """Return what has happened, in order; what several machines tell in the same words comes once."""
+    """Return the events in order; an event that several machines report in the same words comes once."""
     marks = [
         Marker(start.at, "restart", f"restart {start.number}, on {counted(start.world_size, 'rank')}")
         for start in starts

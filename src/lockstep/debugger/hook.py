@@ -1,7 +1,7 @@
 """``breakpoint()`` on a rank, the error in whose frame it is held, and the end that ``q`` brings.
 
-Other debuggers stay what they are: one that ``PYTHONBREAKPOINT`` names, or that has put itself into
-``sys.breakpointhook``, is called as under ``python``.
+Other debuggers are left alone: one that ``PYTHONBREAKPOINT`` names, or that has put itself into ``sys.breakpointhook``,
+is called as under ``python``.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RankDebugger:
                 self._console.give_back(runs_on=False)
 
     def hold(self, error: BaseException) -> None:
-        """Prompt in the frame of an error that ends this rank, if it is the first that fails."""
+        """Prompt in the frame of the error that ends this rank, if it is the first rank to fail."""
         from lockstep.debugger.prompt import RankPdb, line_of_error
 
         if self._process != os.getpid() or not self._pages.get(self._rank, Cell.LENDS):
@@ -151,7 +151,8 @@ def hold(error: BaseException) -> None:
 
 
 def quit_at(error: BaseException) -> str | None:
-    """Return the line at which a user has ended the program by a debugger's ``q``, and see that the launcher knows.
+    """Return the line at which a user has ended the program by a debugger's ``q``, and make sure that the launcher
+    knows.
 
     Returns:
         None: it ends by another error, or by a debugger of the program's own that had no terminal.

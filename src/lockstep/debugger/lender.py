@@ -7,11 +7,11 @@ waits until the launcher has written the same number beside it (``GRANTED``; min
 launcher looks there as often as at the ranks' marks. It grants one request at a time, in the order in which they came,
 after it has said who is at a breakpoint and where.
 
-What is lent is the terminal itself and not a copy that the launcher would pass on: the rank leaves the job's process
-group for one of its own and makes that the foreground group. So the kernel does what it does for any program: keys,
-history, the window's size, and a Ctrl-C that reaches this rank and no other. Nothing has to be put back if the launcher
-is killed; a shell takes its terminal back when its job ends. Had all ranks stayed in one group, a Ctrl-C at the prompt
-would have ended the job.
+The rank gets the terminal itself, not a copy that the launcher would pass on: it leaves the job's process group for one
+of its own and makes that the foreground group. So everything works as for any program: keys, history, the window's
+size, and a Ctrl-C that reaches this rank and no other. Nothing has to be put back if the launcher is killed; a shell
+takes its terminal back when its job ends. Had all ranks stayed in one group, a Ctrl-C at the prompt would have ended
+the job.
 
 While a rank runs on to its next line (``n``) it keeps its turn, unless another rank asks for the terminal and the
 first does not prompt again soon: it may be in a collective to which the other has to come. For each prompt a rank asks

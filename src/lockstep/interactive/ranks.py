@@ -1,4 +1,4 @@
-"""Ranks that live on between cells: what ``%%ranks`` is made of, for programs that have no IPython."""
+"""Ranks that stay alive between cells: the class on which ``%%ranks`` is built, for programs without IPython."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class InteractiveRanks:
         return [pid for pid in self._pool.pids().values() if pid is not None]
 
     def run(self, source: str) -> Any:
-        """Run a cell on all ranks. What rank 0 writes appears here as it comes; Ctrl-C interrupts the ranks.
+        """Run a cell on all ranks. The output of rank 0 appears here as it comes; Ctrl-C interrupts the ranks.
 
         Args:
             source: Python code, as at the top of a module. Names that it binds exist in the next cell.
@@ -131,14 +131,14 @@ class InteractiveRanks:
 
 
 def follow(cell: RunningCell) -> Iterator[CellText | CellFigure | str]:
-    """Yield what ranks write and what lockstep has to say until the cell is over; SIGINT interrupts it meanwhile."""
+    """Yield the ranks' output and lockstep's messages until the cell is over; SIGINT interrupts it meanwhile."""
     with _interrupted_by_signal(cell):
         while not cell.is_over:
             yield from cell.turn()
 
 
 def show(each: CellText | CellFigure | str) -> None:
-    """Print what rank 0 has written, and what lockstep has to say, on this process's streams."""
+    """Print rank 0's output and lockstep's messages on this process's streams."""
     if isinstance(each, CellFigure):
         each = f"lockstep: rank {each.rank} has drawn a figure, which a notebook shows; save it with savefig() here"
     if isinstance(each, str):

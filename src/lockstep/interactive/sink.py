@@ -1,4 +1,5 @@
-"""Where figures of this rank go: set by what runs its cells (serve.py), used by matplotlib's backend (figures.py)."""
+"""The destination of this rank's figures: set where its cells run (serve.py), used by matplotlib's backend
+(figures.py)."""
 
 from __future__ import annotations
 

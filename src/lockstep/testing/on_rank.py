@@ -43,7 +43,7 @@ _REMEMBER = ("lfplugin", "nfplugin", "stepwiseplugin")
 
 @dataclass(frozen=True)
 class ItemOrder:
-    """The test that the ranks are to run, and what their pytest is to know of the one that was started."""
+    """The test that the ranks run, and what their pytest must know of the pytest that was started."""
 
     #: The process id of that pytest.
     session: int
@@ -83,7 +83,7 @@ Kind = Literal["passed", "skipped", "expected", "failed"]
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank has to say of the test."""
+    """One rank's report on the test."""
 
     kind: Kind = "passed"
     #: Why it was skipped, or was expected to fail.
@@ -133,7 +133,7 @@ def run_item(rank: int, order: ItemOrder) -> RankReport:
 
 
 def world_of(options: object) -> Iterator[World]:
-    """Join the ranks of the test; what the fixture ``world`` does."""
+    """Join the ranks of the test, for the fixture ``world``."""
     if getattr(options, "lockstep_rank", None) is None:
         pytest.fail("the fixture 'world' exists on ranks only: mark the test with @pytest.mark.ranks(2)", pytrace=False)
     import lockstep
@@ -157,7 +157,7 @@ def _run(observer: _Observer, order: ItemOrder) -> int:
 
 
 class _Observer:
-    """A plugin of the rank's pytest: gives the test what the ranks share, and notes what becomes of it."""
+    """A plugin of the rank's pytest: gives the test the values that the ranks share, and notes its outcome."""
 
     def __init__(self, rank: int, order: ItemOrder) -> None:
         self.rank, self._order = rank, order
@@ -206,7 +206,7 @@ class _Observer:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Put what the ranks share in the place of its fixtures, whose own fixtures are then not set up here."""
+        """Put the shared values in the place of their fixtures, whose own fixtures are then not set up here."""
         info = item._fixtureinfo  # type: ignore[attr-defined]
         for name, packed in self._order.shared.items():
             fixture = info.name2fixturedefs[name][-1]
@@ -233,8 +233,8 @@ class _Observer:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note what a phase has come to by its report alone, as pytest does: hooks may have changed it, and one that
-        has failed need not have raised (``xfail(strict=True)``)."""
+        """Note the outcome of a phase by its report alone, as pytest does: hooks may have changed it, and one that has
+        failed need not have raised (``xfail(strict=True)``)."""
         part_of_a_test = hasattr(report, "context")  # of a subtest; what it skips is not the test
         self._ended |= report.when == "teardown" and not part_of_a_test
         for name, value in report.user_properties:
@@ -280,5 +280,6 @@ class _Observer:
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
     def pytest_timeout_set_timer(self) -> bool:
-        """Leave a limit of pytest-timeout to the process with the terminal: here it would end the rank wordlessly."""
+        """Leave a limit of pytest-timeout to the process with the terminal: here it would end the rank without a
+        message."""
         return True

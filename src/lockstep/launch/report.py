@@ -67,13 +67,13 @@ def say_to(fd: int) -> None:
 
 
 def say(text: str, *, once: str = "", later: bool = False) -> None:
-    """Print one message of lockstep's own, after everything the ranks wrote.
+    """Print one of lockstep's own messages, after everything the ranks wrote.
 
     Args:
         text: the message.
-        once: the launchers of other machines say this, too, under the same name, and one of them is enough where the
-            messages of all are shown in one place; empty: it is about this machine.
-        later: another machine's launcher knows more, and its message is shown instead, if it sends one.
+        once: a name under which the launchers of other machines print this message, too; it is shown once if the
+            messages of all are shown in one place. Empty: it is about this machine.
+        later: if another machine's launcher sends this message, which knows more, that one is shown instead.
     """
     if _reader is None:
         (show if _screen is None else _screen.show)(f"lockstep: {text}")
@@ -104,7 +104,7 @@ def met() -> None:
 
 
 def ranks_by_default(count: int, *, cores: int, gpus: int) -> str:
-    """Say how many ranks there are where the user has not said it, and why.
+    """Say how many ranks are started if the user has not said it, and why.
 
     Args:
         count: the ranks of this machine.
@@ -181,7 +181,8 @@ def cause(signum: signal.Signals) -> str:
 
 
 def stopped(outcome: Outcome, signum: signal.Signals | None) -> str:
-    """Say how a job ended that was asked to stop: where it continues, if it has saved, and who left otherwise.
+    """Say how a job ended that was asked to stop: where it continues, if it has saved, and which ranks left in another
+    way.
 
     Args:
         outcome: how the attempt has ended.
@@ -216,7 +217,7 @@ def _has_raised(ending: Ending) -> bool:
 
 
 def _killed_by(ending: Ending, outcome: Outcome, signum: signal.Signals | None) -> str:
-    """Say of a rank that SIGKILL ended who sent it."""
+    """Say what sent the SIGKILL that ended a rank."""
     match ending.state.killed_for:
         case KilledFor.AT_ONCE:
             return f"{'it' if signum == signal.SIGQUIT else 'a second signal'} killed {{ranks}} at once"
@@ -230,7 +231,7 @@ def _killed_by(ending: Ending, outcome: Outcome, signum: signal.Signals | None) 
 
 
 def _own_way(ending: Ending, *, saved: bool) -> str:
-    """Say of a rank that was asked to stop how it ended, if not as it was to; empty: it did, or its exception says it.
+    """Say how a rank that was asked to stop ended instead; empty if it stopped as asked, or its exception says how.
 
     One that has not saved may well die of the signal, or choose an exit code.
     """
@@ -252,7 +253,7 @@ def is_outside_a_step(look: Look) -> bool:
 
 
 def outside_a_step(looks: Mapping[int, Look], signum: signal.Signals, *, left: float) -> str:
-    """Say what will become of ranks that a signal asks to save where they can't.
+    """Say what will happen to ranks that a signal asks to save where they can't.
 
     Args:
         looks: their pages.
@@ -302,7 +303,7 @@ def lost_when_done(why: str) -> str:
     """Say that a machine was cut off from the others when it had nothing left to do.
 
     Args:
-        why: in the words of who noticed it.
+        why: the reason, in the words of the part that noticed it.
     """
     return f"{why}; all ranks of this machine had succeeded by then, and those of other machines may have, too"
 
@@ -312,7 +313,7 @@ def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
 
     Args:
         outcome: how the attempt has ended.
-        elsewhere: the reader is at another machine, and has seen nothing of what the ranks wrote.
+        elsewhere: the reader is at another machine, and has not seen the ranks' output.
     """
     first = _speaker(outcome)
     blamed = "" if first.record is None else _blamed(first.record.message)
@@ -349,14 +350,14 @@ def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
 
 
 def stopped_for_hang(outcome: Outcome, text: str, seconds: float) -> str:
-    """Report that all ranks were stopped because of a hang; ``text`` is what was said of that, ``seconds`` ago."""
+    """Report that all ranks were stopped because of a hang; ``text`` is the report on it, printed ``seconds`` ago."""
     lines = [f"the ranks still waited {seconds:.0f} s after the report, so all were stopped (--on-hang restart):"]
     lines += [f"  {line}" for line in text.partition("\nNothing was stopped")[0].splitlines()]
     return "\n".join([*lines, *_flight_recorders(outcome.flight_recorders)])
 
 
 def _flight_recorders(kept: Mapping[int, Path]) -> Iterator[str]:
-    """Say where the files of flight recorders are, and what reads them."""
+    """Say where the files of flight recorders are, and which tool reads them."""
     if kept:
         file = next(iter(kept.values()))
         prefix = file.name.rstrip("0123456789")
@@ -378,7 +379,7 @@ def restarted(used: int, limit: int) -> str:
 
 
 def not_restarted(why: Refusal, failure: Failure, *, limit: int) -> str:
-    """Say, after a failure, why the job does not start again; nothing, if that was not asked for."""
+    """Say, after a failure, why the job does not start again; empty if restarts were not asked for."""
     if why is Refusal.NOT_ASKED:
         return ""
     if why is Refusal.BEFORE_FIRST_STEP:
@@ -391,7 +392,7 @@ def not_restarted(why: Refusal, failure: Failure, *, limit: int) -> str:
 
 
 def unseen(ranks: Sequence[int], folder: Path | None) -> str:
-    """Say in which folder the output is that was not shown."""
+    """Say which folder has the output that was not shown."""
     return f"what {which_ranks(ranks)} wrote is in {folder}"
 
 
@@ -409,7 +410,8 @@ def _last_lines(log: Path) -> list[str]:
 
 def stack_of_crash(text: str) -> list[str]:
     """Return the last stack that Python's faulthandler has written because of a crash, innermost call first, without
-    the frames of libraries; empty: there is none. If a thread has crashed that runs no Python, it is the main one's."""
+    the frames of libraries; empty if there is none. If the thread that crashed runs no Python, it is the main
+    thread's."""
     _, crash, stacks = text.rpartition(CRASH)
     if not crash:
         return []
@@ -426,7 +428,8 @@ def stack_of_crash(text: str) -> list[str]:
 
 
 def _blamed(message: str) -> str:
-    """Return the ranks that an error waited for in vain, by its own words, to begin the report with."""
+    """Return the ranks for which a failed rank waited in vain, by the words of its error; the report begins with
+    them."""
     found = re.search(r"(ranks? [\d, ]+) did not come", message)
     return f"{found[0]}: " if found else ""
 
@@ -437,7 +440,8 @@ def _concerned(ending: Ending, first: Ending) -> bool:
 
 
 def _speaker(outcome: Outcome) -> Ending:
-    """Return whose failure is told in full: the first one's, or that of a rank that failed alike where it was seen."""
+    """Return the rank whose failure is reported in full: the first one, or one with the same failure whose output was
+    seen."""
     first = outcome.first
     assert first is not None, "a rank failed"
     if first.shown:
@@ -446,7 +450,7 @@ def _speaker(outcome: Outcome) -> Ending:
 
 
 def _alike(one: Ending, other: Ending) -> bool:
-    """Return whether two ranks failed by the same error, but for the rank that it begins with.
+    """Return whether two ranks failed by the same error, apart from the rank with which it begins.
 
     A rank that was told to stop before it recorded such an error failed by itself: a stop raises no such error.
     """
@@ -661,7 +665,7 @@ def describe_late(verdict: HangVerdict, ranks: Mapping[int, Known], *, now: floa
 
 
 def describe_hang(verdict: HangVerdict, ranks: Mapping[int, Known], *, now: float, world_size: int) -> str:
-    """Say the same of ranks that are ended for it."""
+    """Report the same of ranks that are ended because of it."""
     lines = _hang(verdict, ranks, now=now, world_size=world_size)
     return "\n".join([*lines, *(f"{NEXT} {text}" for text in _calls_for_all(verdict, ranks))])
 
@@ -681,7 +685,7 @@ def _hang(verdict: HangVerdict, ranks: Mapping[int, Known], *, now: float, world
 
 
 def _what_to_do(verdict: HangVerdict, ranks: Mapping[int, Known]) -> str:
-    """Return what to do about ranks that are late, one of which may say so by itself."""
+    """Return the advice about late ranks."""
     for known in (ranks[rank] for rank in verdict.late):
         if known.facts is not None and known.facts.state == "T":
             return f"kill -CONT {known.pid} resumes rank {known.rank}"
@@ -694,7 +698,7 @@ def _what_to_do(verdict: HangVerdict, ranks: Mapping[int, Known]) -> str:
 
 
 def _calls_for_all(verdict: HangVerdict, ranks: Mapping[int, Known]) -> list[str]:
-    """Say of what ranks wait in that all must call it, where others wait elsewhere or have ended."""
+    """Say that all ranks must make the call in which some wait, if others wait elsewhere or have ended."""
     apart = verdict.kind is HangKind.APART or any(ranks[rank].exit_code is not None for rank in verdict.late)
     if not apart:
         return []
@@ -705,7 +709,7 @@ def _calls_for_all(verdict: HangVerdict, ranks: Mapping[int, Known]) -> list[str
 
 
 def over(verdict: HangVerdict, *, now: float) -> str:
-    """Say that the ranks which were late have moved on."""
+    """Say that the late ranks have moved on."""
     who = "the ranks have" if not verdict.late else f"{which_ranks(verdict.late)} {_have(verdict.late)}"
     return f"{who} moved on after {now - verdict.since:.0f} s"
 
@@ -732,11 +736,11 @@ def _apart(ranks: Mapping[int, Known], *, seconds: float, world_size: int) -> li
 
 
 def describe_rank(known: Known, now: float | None) -> list[str]:
-    """Say in full where a rank is that the others wait for, or that is to be ended.
+    """Say in full where a rank is for which the others wait, or which will be ended.
 
     Args:
-        known: what is known of it.
-        now: this moment, on the monotonic clock; None: its times say nothing.
+        known: the facts about it.
+        now: this moment, on the monotonic clock; None: the page's times can't be used.
     """
     look, stack = known.look, known.stack
     if known.exit_code is not None:

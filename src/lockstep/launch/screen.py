@@ -1,4 +1,4 @@
-"""The launcher's own messages, among what the ranks write."""
+"""The launcher's own messages, among the ranks' output."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _LAUNCHER = -1
 
 
 class RunScreen:
-    """Shows the launcher's messages among what the ranks of this machine write; see Note [Begun lines] in
+    """Shows the launcher's messages among the output of this machine's ranks; see Note [Begun lines] in
     job/terminal.py.
 
     Args:
         launcher: knows the ranks' pages.
         streams: knows which ranks write past the relay.
-        relay: passes on what the others write.
+        relay: passes on the output of the other ranks.
     """
 
     def __init__(self, launcher: Launcher, streams: Streams, relay: Relay) -> None:

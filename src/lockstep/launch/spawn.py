@@ -141,7 +141,7 @@ class SpawnContext:
             timeout: seconds to wait at most; None: until all have ended.
 
         Returns:
-            True when all ranks have ended well, False if some still run after ``timeout``.
+            True when all ranks have succeeded, False if some still run after ``timeout``.
 
         Raises:
             RankFailed: a rank failed; the others were stopped.
@@ -193,7 +193,7 @@ class SpawnContext:
                 self._ranks.fork(rank, packed)
 
     def _raise(self) -> None:
-        """Raise what the ranks have ended with, if it is an error."""
+        """Raise the error with which the ranks have ended, if there is one."""
         if self._ranks.error is not None:
             self._drop()
             raise self._ranks.error
@@ -248,7 +248,7 @@ def _is_typed(fn: Callable[..., object], preparation: dict[str, Any]) -> bool:
     """Return whether the caller's ``__main__`` is a prompt or a notebook, which the ranks can't import again.
 
     Raises:
-        LaunchError: the function is of that kind, and nothing can send it.
+        LaunchError: the function was typed there, and can't be sent.
     """
     is_of_main = getattr(fn, "__module__", None) == "__main__"
     is_at_prompt = hasattr(sys, "ps1")  # where classes of the arguments may have been typed as well

@@ -27,8 +27,8 @@ class Tracer:
         folder: makes the folder of the run's logs, or returns it.
         home: the private folder of this start.
         round_: the machines that have started together.
-        asked: the number of steps to trace, and of steps before them; None: no trace was requested, and that of the
-            steps which are traced anyway is written without a word.
+        asked: the number of steps to trace, and of steps before them; None: no trace was requested, and the trace of
+            the steps which are traced anyway is written without a message.
     """
 
     def __init__(self, folder: Callable[[], Path], *, home: Path, round_: Round, asked: tuple[int, int] | None) -> None:
@@ -55,7 +55,8 @@ class Tracer:
         return []
 
     def conclude(self, *, steps: int) -> list[str]:
-        """Write what there is, now that the ranks have ended, unless it was written; return the messages for the user.
+        """Write what was recorded, now that the ranks have ended, unless it was written; return the messages for the
+        user.
 
         Args:
             steps: the number of steps that the ranks have taken, for the message that says why there is no trace.
@@ -166,7 +167,7 @@ class Tracer:
 
 
 def _describe(trace: Trace, path: Path, *, alone: bool) -> list[str]:
-    """Say what a trace is of, and what it lacks."""
+    """Return in words which steps a trace has, and what it lacks."""
     about, ranks = trace.about, trace.ranks
     whole = "" if alone else " of this machine"
     said = [

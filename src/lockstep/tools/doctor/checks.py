@@ -1,6 +1,7 @@
-"""Check what a machine offers to a job: versions, cores, memory, shared memory, limits, names, ports.
+"""Check a machine for a job: versions, cores, memory, shared memory, limits, names, ports.
 
-A check takes the :class:`CheckTask` and yields findings. It leaves nothing behind: what it makes it removes at once.
+A check takes the :class:`CheckTask` and yields findings. It leaves nothing behind: files that it makes it removes at
+once.
 """
 
 from __future__ import annotations
@@ -334,7 +335,7 @@ def _core_files() -> Iterator[Finding]:
 
 
 def check_names(task: CheckTask) -> Iterator[Finding]:
-    """Look at what this machine's own name leads to: gloo, and jobs by --node-rank, take it for its address."""
+    """Check to which address this machine's own name resolves, which gloo and jobs by --node-rank use."""
     name = socket.gethostname()
     try:
         found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
@@ -442,7 +443,7 @@ def _pids() -> tuple[int | None, int]:
 
 
 def _descriptors(pid: int) -> Iterator[str]:
-    """Yield what the open descriptors of a process are; nothing if it has ended, or keeps them to itself."""
+    """Yield the targets of a process's open descriptors; nothing if it has ended, or they can't be read."""
     with contextlib.suppress(OSError):
         for fd in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):  # it has just been closed

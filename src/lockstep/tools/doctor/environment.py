@@ -1,4 +1,4 @@
-"""What a bug report needs, as text to paste: versions, machine, variables; no secrets."""
+"""The facts that a bug report needs, as text to paste: versions, machine, variables; no secrets."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _shared() -> str:
 
 
 def _torch() -> list[tuple[str, str]]:
-    """Return what torch says of itself; it is imported in a process of its own."""
+    """Return torch's description of itself; it is imported in a separate process."""
     ended = child.run("lockstep.tools.doctor.torch_facts", limit=TORCH_LIMIT)
     if ended.code != 0:
         how = f"no answer within {TORCH_LIMIT:g} s" if ended.code is None else ended.last_words.splitlines()[-1]

@@ -47,13 +47,13 @@ def check_torch(task: CheckTask) -> Iterator[Finding]:
 def judge_torch(
     found: Mapping[str, Any], *, gpus: int, visible: int, ranks: int, env: Mapping[str, str] = os.environ
 ) -> Iterator[Finding]:
-    """Say what is wrong with torch and the GPUs.
+    """Return findings about torch and the GPUs.
 
     Args:
-        found: what ``torch_facts.py`` prints.
+        found: the output of ``torch_facts.py``.
         gpus: device files of the driver.
         visible: those of them that CUDA_VISIBLE_DEVICES leaves.
-        ranks: how many are to run here.
+        ranks: the number of ranks planned here.
         env: the environment, which may have LOCKSTEP_BACKEND.
     """
     build = f"torch {found['torch']} is built " + (f"for CUDA {found['cuda']}" if found["cuda"] else "without CUDA")
@@ -194,7 +194,7 @@ def check_job(task: CheckTask) -> Iterator[Finding]:
 
 
 def judge_own_job(job: Mapping[str, Any]) -> Finding:
-    """Say how two ranks of this machine average with each other.
+    """Return findings about how two ranks of this machine average with each other.
 
     Args:
         job: what ``trial.py`` has printed.
@@ -220,7 +220,7 @@ _REPORT = (
 
 
 def read_job(ended: child.ChildResult) -> dict[str, Any] | str:
-    """Return what ``trial.py`` has printed, or why it has not."""
+    """Return the output of ``trial.py``, or the reason why there is none."""
     if ended.code is None:
         return f"it did not end in time; {ended.last_words}"
     try:
@@ -258,7 +258,7 @@ def job_on_hosts(hosts: str, *, logs: str) -> child.ChildResult:
 
 
 def judge_job(job: Mapping[str, Any], names: list[str]) -> Iterator[Finding]:
-    """Say how hosts average with each other, two by two.
+    """Return findings about how hosts average with each other, two by two.
 
     Args:
         job: what ``trial.py`` has printed.

@@ -1,12 +1,12 @@
-"""Find out why a run on several ranks differs from that on one, from what the ranks have written down. Pure.
+"""Find out why a run on several ranks differs from that on one, from the ranks' records. Pure.
 
 Note [Where a difference comes in]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A step is a chain: parameters and samples make outputs, these a loss, that gradients, and these other parameters. Up to
-the first step that differs the parameters are equal, so what is wrong lies at the first link that differs in it, and
-each link has few causes. Samples are told by their signatures, whatever their order and however they are cut: so are
-the model's outputs for them. What was looked at and is equal is evidence as well: where every sample has the output
-that it has on one rank, neither a batch norm nor a dropout is the reason, though both may be there.
+the first step that differs the parameters are equal, so the cause lies at the first link that differs in that step, and
+each link has few causes. Samples, and the model's outputs for them, are identified by signatures, whatever their order
+and however they are cut. Equality is evidence as well: if every sample has the output that it has on one rank, neither
+a batch norm nor a dropout is the reason, though the model may have both.
 
 Some causes come before the chain: two runs on one rank that differ from each other as much (then nothing is to be
 learned of ranks), first parameters that differ, and gradients that differ between ranks: those that a replica averages
@@ -44,7 +44,7 @@ _SUM = 1e-5
 
 
 class Cause(CodedEnum):
-    """What makes N ranks train something else than one."""
+    """The reasons why N ranks train something else than one."""
 
     UNSEEDED = "random numbers without a seed", "unseeded"
     OPERATION = "an operation that is not deterministic", "nondeterministic-operation"
@@ -102,7 +102,7 @@ def explain(
     *,
     nudged: Sequence[Nudged] = (),
 ) -> list[Reason]:
-    """Say why a run on several ranks differs, the likeliest reason first; there is always one.
+    """Return why a run on several ranks differs, the likeliest reason first; there is always one.
 
     Args:
         judgement: the verdict that they differ, with the step since which they do.
@@ -141,7 +141,7 @@ def explain(
 
 
 def _repeated(judgement: Judgement, repeat: Distance | None, step: int, operations: Sequence[str]) -> Iterable[Reason]:
-    """Look whether two runs on one rank differ as well."""
+    """Check whether two runs on one rank differ as well."""
     if repeat is None or repeat.same_bits or not repeat.steps:
         return
     first = next((each.step for each in repeat.steps if not each.same_bits), None)
@@ -287,9 +287,9 @@ def _samples(one: Observation, many: Observation, step: int) -> list[Reason]:
 def _worked_on(one: Observation, many: Observation, step: int) -> Reason | None:
     """Look whether samples differ because something works on each rank's part of a batch as a whole.
 
-    A sample's signature is linear in it. So what mixes the samples of a batch (each comes as often as it did) leaves
-    their signatures' sum as it is; what subtracts the mean leaves a sum of 0; and what shifts and scales all of them
-    alike puts them on a straight line over what they are on one rank, where they are scaled by another number.
+    A sample's signature is linear in it. So mixing the samples of a batch (each comes as often as before) keeps the sum
+    of their signatures; subtracting the mean makes the sum 0; and shifting and scaling all of them alike puts the
+    signatures on a straight line over those on one rank, where the factors differ.
     """
     note, notes = one.at(step)[0], many.at(step)
     evidence = f"in step {step} {_unmatched(note, notes)} samples of {_count(note)} are not those on one rank"

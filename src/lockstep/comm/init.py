@@ -1,4 +1,4 @@
-"""Open and close the world: turn an environment into a process group, a device, threads and seeds."""
+"""Open and close the world: set up the process group, the device, threads and seeds by the environment."""
 
 from __future__ import annotations
 

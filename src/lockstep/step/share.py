@@ -353,7 +353,7 @@ class BatchesInHand:
                 f"rank {self._rank} of {self._world_size}: {what} meets batches of several sharded loaders whose "
                 f"shares weigh differently, so that no one weight makes the mean exact: {batches}. Give the loaders "
                 f"the same batch size and length, or batch sizes that {self._world_size} ranks divide evenly with "
-                "drop_last=True; or say what weighs: world.weigh(this rank's samples) before the backward, and call "
+                "drop_last=True; or pass the weights: world.weigh(this rank's samples) before the backward, and call "
                 "backward for each loader's loss by itself"
             )
 

@@ -90,9 +90,9 @@ def shard(
     ``data/streams/passes.py``.
 
     Samplers: with ``shuffle=True`` and without shuffling, lockstep makes the order. With any other sampler rank 0 draws
-        the order at the beginning of each epoch, with the sampler's generator seeded from (seed, epoch), and all ranks
-        get that order; beginning a pass is then **Collective**. So is the first batch of a stream (later ones come from
-        the rank that reads it), and every batch of a stream that splits itself.
+    the order at the beginning of each epoch, with the sampler's generator seeded from (seed, epoch), and all ranks get
+    that order; beginning a pass is then **Collective**. So is the first batch of a stream (later ones come from the
+    rank that reads it), and every batch of a stream that splits itself.
 
     Batch samplers: a batch sampler of your own (buckets of lengths, a number of tokens, some of each class) draws the
     *global* batches, of any size, and each is cut into shares. Only rank 0 asks the sampler, for some hundred batches
@@ -488,7 +488,7 @@ class ShardedLoader:
         )
 
     def _settings(self, *, batch: int) -> dict[str, Any]:
-        """Return what the samples of a global batch, and of each rank's part of it, follow from, in JSON's types."""
+        """Return the settings that decide the samples of a global batch, and of each rank's part, in JSON's types."""
         source, slicing = self._source, self._slicing
         return {
             "order": source.order,
@@ -671,7 +671,7 @@ class ShardedLoader:
             self._tell_balance()
 
     def _tell_balance(self) -> None:
-        """Leave a note on rank 0 of what parts of equal cost have won since the last one."""
+        """Leave a note on rank 0 of the gain by parts of equal cost since the last note."""
         balance = self._division.balance
         if balance is not None and balance.batches and self._world.is_main:
             notes.tell(notes.COSTS, **balance.take())

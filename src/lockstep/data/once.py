@@ -7,9 +7,9 @@ One rank of each machine loads, and packs what it has loaded into memory without
 packs, that rank has the data twice. The kernel frees the memory when the last rank that holds a part of it has let go
 of it or has ended, however it ended.
 
-Nobody can write to it: what one rank wrote would change under the others. Arrays are marked as read-only, so that NumPy
-raises an error. torch has no such mark for tensors, so a write to one of them reaches the kernel, which ends the rank
-with SIGSEGV; Python's faulthandler is switched on to show the line.
+No rank can write to the memory, since a write would change the data of all. Arrays are marked as read-only, so that
+NumPy raises an error. torch has no such mark for tensors, so a write to one of them reaches the kernel, which ends the
+rank with SIGSEGV; Python's faulthandler is switched on to show the line.
 """
 
 from __future__ import annotations

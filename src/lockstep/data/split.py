@@ -1,4 +1,4 @@
-"""split(): this rank's part of a list, or of a loop, for work that is no training: predictions, preprocessing.
+"""split(): this rank's part of a list, or of a loop, for work other than training: predictions, preprocessing.
 
 Note [Contiguous parts]
 ~~~~~~~~~~~~~~~~~~~~~~~

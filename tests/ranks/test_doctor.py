@@ -155,7 +155,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     ("options", "said"),
     [
         (["a,,b"], "'' is not a host; expected HOST, USER@HOST or HOST:RANKS"),
-        (["a", "a"], "a is there twice"),
+        (["a", "a"], "a is named twice"),
         (["-n", "many"], "-n many: expected a whole number of ranks"),
     ],
 )

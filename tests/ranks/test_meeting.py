@@ -158,7 +158,7 @@ def test_a_stranger_does_not_disturb_a_running_job(tmp_path: Path, script: Path,
     assert refused.code == 1, refused
     assert ("has a key for this job" if not key else "does not know the job's key") in refused.err
     assert [each.code for each in done] == [0, 0], done
-    named = [each.err for each in done if "a machine was not let in" in each.err]
+    named = [each.err for each in done if "a machine was not admitted" in each.err]
     assert len(named) == 1, done
     assert f"the machine {socket.gethostname()} (127.0.0.1) does not know the job's key" in named[0]
     assert not any("start again" in each.err for each in done)

@@ -121,7 +121,7 @@ def test_the_files_of_a_job_that_was_killed_are_removed(tmp_path: Path) -> None:
 
 def test_mpi_without_mpi4py_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.comm.init.find_spec", lambda _name: None)
-    with pytest.raises(ValueError, match="mpi4py, over which lockstep's own goes, is not installed"):
+    with pytest.raises(ValueError, match="mpi4py, which lockstep uses instead, is not installed"):
         lockstep.init("mpi")
 
 

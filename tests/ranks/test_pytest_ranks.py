@@ -379,7 +379,7 @@ def test_ranks_that_hang_are_named_with_their_stacks(run: Run) -> None:
             "--- rank 1 of 2 was ended",
             "    */threading.py:* in wait",
             "    */test_it.py:9 in test_waits_for_ever",
-            "--- the ranks could not end any more, and were ended",
+            "--- the ranks could make no more progress, and were ended",
             "all ranks have waited for * s, in different collectives: one of them has left one out",
             "--- rank 1 of 2 was ended",
             "    */test_it.py:15 in test_different_collectives",
@@ -538,7 +538,7 @@ def test_fixtures_may_be_set_up_once_for_all_ranks(run: Run, pytester: pytest.Py
         ),
         (
             "@pytest.mark.ranks(2)\n@pytest.mark.ranks(3)\ndef test_it(): ...",
-            "*@pytest.mark.ranks is there twice*",
+            "*@pytest.mark.ranks occurs twice*",
         ),
         (
             "@pytest.mark.parametrize('x', [pytest.param(1, marks=pytest.mark.ranks(2, 3))])\ndef test_it(x): ...",
@@ -551,7 +551,7 @@ def test_fixtures_may_be_set_up_once_for_all_ranks(run: Run, pytester: pytest.Py
         ),
         (
             "def test_it(world): ...",
-            "the fixture 'world' is there on ranks alone: mark the test with @pytest.mark.ranks(2)",
+            "the fixture 'world' exists on ranks only: mark the test with @pytest.mark.ranks(2)",
         ),
     ],
 )

@@ -556,7 +556,7 @@ def test_a_machine_that_loses_the_others_when_it_is_done_says_so(tmp_path: Path)
         kill_all(first)
         done = second.finish(limit=30)
     assert done.code == 0, done
-    assert "all ranks of this machine had ended well by then" in done.err
+    assert "all ranks of this machine had succeeded by then" in done.err
     assert "Start the command again" not in done.err
 
 

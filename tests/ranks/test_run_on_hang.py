@@ -46,7 +46,8 @@ def test_ranks_that_hang_start_again_and_what_tells_of_it_is_kept(tmp_path: Path
     assert done.code == 0, done.err
     assert "done after restart 1" in done.out
     assert re.search(r"all Python stacks of this machine's ranks are in .*/hang-1; if nothing moves for 1 s", done.err)
-    assert re.search(r"lockstep: this has stood for 1 s, so all ranks were stopped \(--on-hang restart\):\n", done.err)
+    words = "lockstep: the ranks still waited 1 s after the report, so all were stopped (--on-hang restart):\n"
+    assert words in done.err
     assert "  rank 1 of 2 has held up the others for" in done.err
     assert "restart 1 of 1: all ranks start again" in done.err
     (folder,) = (tmp_path / "logs").rglob("hang-1")
@@ -95,7 +96,7 @@ def test_a_command_is_told_of_a_failure_and_its_own_changes_nothing(tmp_path: Pa
     command = "cat >> told; echo no such host; exit 3"
     done = run(["lockstep", "run", "-n", "2", "--notify", command, "train.py"], tmp_path, torch=True)
     assert done.code == 1
-    assert "lockstep: the command of --notify failed with exit code 3; it was told: the job has failed" in done.err
+    assert "lockstep: the command of --notify failed with exit code 3; the event was: the job has failed" in done.err
     assert "  no such host" in done.err.splitlines()
     (line,) = (tmp_path / "told").read_text().splitlines()
     failed = holds(line, "lockstep.notify/1")

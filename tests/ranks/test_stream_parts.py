@@ -398,7 +398,7 @@ def _refused(stream: Any, slices: int | None, mapped: bool) -> None:
 @pytest.mark.parametrize(
     ("stream", "slices", "mapped", "words"),
     [
-        ("parts", None, True, "stream='parts': the dataset TensorDataset is no stream"),
+        ("parts", None, True, "stream='parts': the dataset TensorDataset is not a stream"),
         ("some", None, False, "stream='some': expected \"whole\""),
         ("parts", 4, False, 'slices=4: stream="parts" gives each rank a part of this stream'),
     ],

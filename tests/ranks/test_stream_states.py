@@ -240,7 +240,7 @@ def test_a_state_that_can_not_be_compared_is_not_trusted() -> None:
     ((again, _, told, read),) = run_ranks(_sizes, 1, [state])
     assert again == sizes[1:]
     assert read == 30, "from the beginning"
-    assert "leads to objects of which nothing can be read to compare them with what comes next" in told[0]
+    assert "leads to objects that can't be compared with the samples that came next" in told[0]
 
 
 def _edited(change: str) -> None:

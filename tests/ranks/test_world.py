@@ -565,7 +565,7 @@ def test_where_shm_does_not_open_on_all_ranks_all_take_gloo_and_rank_0_says_why(
         assert "test_world.py: the ranks can't share memory, so gradients go through the network, by gloo" in seen[0]
         for rank in _BREAKS[case][0]:
             assert re.search(rf"rank {rank}: .*{case} here", seen[0]), seen[0]
-        assert 'lockstep.init("gloo") or LOCKSTEP_BACKEND=gloo chooses that' in seen[0]
+        assert 'lockstep.init("gloo") or LOCKSTEP_BACKEND=gloo does the same' in seen[0]
 
 
 def _explicit_shm_fails() -> None:

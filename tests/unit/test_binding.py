@@ -244,7 +244,7 @@ def test_auto_respects_what_others_have_said(tmp_path: Path) -> None:
     assert decide(Bind.AUTO, 2, free).cpus
     for found, why_not in (
         (replace(free, allowed=frozenset(range(8))), "the affinity is set already, to 0-7 of 0-15"),
-        (replace(free, quota=8.0), "the container's quota is the time of 8 cores, whichever they are"),
+        (replace(free, quota=8.0), "the container's quota is the time of 8 cores, not fixed ones"),
         (replace(free, openmp=("OMP_PROC_BIND",)), "OpenMP binds its threads itself, by OMP_PROC_BIND"),
         (
             replace(free, unknown="which of the GPUs is which only CUDA can tell"),

@@ -41,7 +41,7 @@ def test_a_rank_that_the_kernel_killed_for_memory() -> None:
 
 def test_a_rank_that_somebody_killed() -> None:
     assert explain(_killed(), _QUIET) == [
-        "  (sent by another process: the kernel's out-of-memory killer has killed nothing here since the start)"
+        "  (sent by another process: the kernel's out-of-memory killer has killed nothing since the job began)"
     ]
     (line,) = explain(_killed(), replace(_QUIET, memory_kills=None))
     assert "see dmesg" in line

@@ -54,7 +54,7 @@ def test_a_child_of_ranks_that_train_without_init_is_refused(as_rank: pytest.Mon
     as_rank.setenv(knobs.JOB_DIR, str(tmp_path))
     guests.refuse(_RANK)  # a wrapper's: its ranks take no steps of their own
     _train(tmp_path, as_rank)
-    with pytest.raises(EnvironmentMismatch, match="what the launcher started as its ranks trains already"):
+    with pytest.raises(EnvironmentMismatch, match="the processes that the launcher started as its ranks already train"):
         guests.refuse(_RANK)
     guests.refuse(Identity(0, 1, 0, 1, 0, launched=True))  # it would wait for nobody
     as_rank.setenv(knobs.RANK_PROCESS, f"{os.getpid()} {place()}")

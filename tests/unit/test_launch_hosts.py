@@ -54,7 +54,7 @@ def test_what_is_no_host_is_refused(text: str) -> None:
 
 
 def test_a_host_that_is_there_twice() -> None:
-    with pytest.raises(ValueError, match="a is there twice; say a:N for N ranks there"):
+    with pytest.raises(ValueError, match="a is named twice; write a:N for N ranks there"):
         parse_hosts("a,b,a:2")
 
 

@@ -332,5 +332,5 @@ def test_a_rank_in_the_garbage_collector_is_named_so_and_keeps_its_stack(tmp_pat
     ]
     late = _known(1, stack=stack)
     text = report.describe_late(HangVerdict(HangKind.LATE, (1,), (), NOW - 7), {1: late}, now=NOW, world_size=2)
-    assert "  Python's garbage collector is at work" in text
+    assert "  Python's garbage collector is running" in text
     assert text.splitlines()[-1].startswith("next: call gc.freeze() ")

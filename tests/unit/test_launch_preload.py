@@ -123,9 +123,9 @@ def test_what_a_program_sets_after_the_imports(tmp_path: Path) -> None:
     assert all(here for here, _, _ in report["warned"])
     first = _PROGRAM[: _PROGRAM.index("# the line of")].count("\n") + 1
     assert report["warned"][0][1] == first
-    assert "torch._logging._internal has read it" in report["warned"][0][2]
+    assert "torch._logging._internal reads it" in report["warned"][0][2]
     assert "LOCKSTEP_PRELOAD= (empty" in report["warned"][0][2]
-    assert "reader has read it" in report["warned"][2][2]
+    assert "reader reads it" in report["warned"][2][2]
     assert report["training"] == 1
     assert report["kept"] == 2
     assert report["child"] == 0

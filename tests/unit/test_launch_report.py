@@ -241,7 +241,7 @@ def test_who_killed_a_rank_that_was_asked_to_stop() -> None:
     several = Outcome((_killed(0, KilledFor.GRACE), _killed(1, None), _killed(2, KilledFor.GRACE)), facts, 3)
     assert stopped(several, SIGTERM) == (
         "stopped by SIGTERM; ranks 0 and 2 did not leave in time (--grace) and were killed; "
-        "the kernel killed rank 1 because memory was out"
+        "the kernel killed rank 1 because memory ran out"
     )
 
 

@@ -52,7 +52,7 @@ def test_ranks_have_their_turns_in_the_order_in_which_they_asked(pages: Pages, t
     _is(pages, 2, Debugging.ASKS)
     assert lender.is_due(0.0)
     assert _turn(lender) == [
-        "rank 2 is at a breakpoint (train.py:1 in f); the others wait. c goes on, q ends the job",
+        "rank 2 is at a breakpoint (train.py:1 in f); the others wait. c continues, q ends the job",
     ]
     assert _granted(pages) == [0, 0, 1, 0]
     assert lender.prompting
@@ -142,8 +142,8 @@ def test_a_machine_without_a_terminal_tells_of_others(pages: Pages) -> None:
     _is(pages, 3, Debugging.PROMPTS)
     _is(pages, 0, Debugging.PROMPTS)  # it reads from a pipe
     assert _turn(lender) == [
-        "rank 0 is at a breakpoint (train.py:1 in f); the others wait. c goes on, q ends the job",
-        "rank 3 is at a breakpoint (train.py:1 in f), on another machine; the others wait. c goes on, q ends the job",
+        "rank 0 is at a breakpoint (train.py:1 in f); the others wait. c continues, q ends the job",
+        "rank 3 is at a breakpoint (train.py:1 in f), on another machine; the others wait. c continues, q ends the job",
     ]
     assert not lender.prompting
     _is(pages, 3, Debugging.EVALUATES)

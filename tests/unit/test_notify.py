@@ -54,12 +54,12 @@ def test_a_command_that_fails_is_told_with_its_last_words() -> None:
     notifier = Notifier("echo first; echo no such host >&2; exit 7")
     notifier.tell(Notice.FAILED, "rank 0 failed")
     assert notifier.finish() == [
-        "the command of --notify failed with exit code 7; it was told: the job has failed\n  no such host"
+        "the command of --notify failed with exit code 7; the event was: the job has failed\n  no such host"
     ]
     silent = Notifier("kill -9 $$")
     silent.tell(Notice.RESTART, "again")
     assert silent.finish() == [
-        "the command of --notify was killed by signal 9; it was told: a rank has failed, and all ranks start again"
+        "the command of --notify was killed by signal 9; the event was: a rank has failed, and all ranks start again"
     ]
 
 
@@ -74,7 +74,7 @@ def test_a_command_that_takes_too_long_is_killed_with_all_that_it_has_started(
     (said,) = notifier.finish()
     assert time.monotonic() - begin >= 1
     assert said == (
-        "the command of --notify was not done within 1 s, and was killed; it was told: ranks hold up the others\n"
+        "the command of --notify did not end within 1 s, and was killed; the event was: ranks hold up the others\n"
         "  waiting"
     )
     state = Path(f"/proc/{pid.read_text().strip()}/stat")

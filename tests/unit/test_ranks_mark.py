@@ -108,7 +108,7 @@ def test_a_rank_that_dies_is_told_by_its_exit_code_or_signal() -> None:
     (heading,) = _headings(_judge(_end(0, code=-signal.SIGKILL)))
     assert (
         heading
-        == "rank 0 of 1 was killed by signal 9 (SIGKILL) in the test, which lockstep did not send: was memory out?"
+        == "rank 0 of 1 was killed by signal 9 (SIGKILL) in the test, which lockstep did not send: did memory run out?"
     )
 
 
@@ -125,7 +125,7 @@ def test_a_rank_that_stays_behind_a_failure_is_told_with_where_it_was() -> None:
 @pytest.mark.parametrize(
     ("stopped", "heading", "reason"),
     [
-        (EndedFor.HANG, "the ranks could not end any more, and were ended", "rank 1 has held up the others"),
+        (EndedFor.HANG, "the ranks could make no more progress, and were ended", "rank 1 has held up the others"),
         (EndedFor.LIMIT, "the ranks had not ended after 60 s, the test's limit", "the ranks had not ended after 60 s"),
     ],
 )

@@ -170,7 +170,9 @@ def test_a_start_without_its_series_is_left_out_and_said(tmp_path: Path) -> None
     write_series(tmp_path / "series-1.bin", first=40.0, seconds=20)
     found = _account(tmp_path)
     assert len(found.grid.starts) == 1
-    assert found.notes == [f"{tmp_path}/series-0.bin is not there, so what the ranks did in that start can't be shown"]
+    assert found.notes == [
+        f"{tmp_path}/series-0.bin does not exist, so what the ranks did in that start can't be shown"
+    ]
 
 
 def test_a_series_of_before_held_was_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +269,7 @@ def test_a_log_that_was_moved_beside_the_record_and_one_that_is_gone(tmp_path: P
     folder = _with_log(tmp_path / "run", Path("/nowhere/metrics.jsonl"))
     found = _account(folder)
     assert found.metrics == []
-    assert "/nowhere/metrics.jsonl is not there (any more), so" in found.notes[0]
+    assert "/nowhere/metrics.jsonl does not exist (any more), so" in found.notes[0]
     write_log(folder / "metrics.jsonl", {"loss": lambda step: step})
     assert [metric.name for metric in _account(folder).metrics] == ["loss"]
 
@@ -599,7 +601,7 @@ def _break(folder: Path, what: str) -> str:
             return f"{series}: a series of version 2, and this lockstep reads version 1"
         case "no series":
             series.unlink()
-            return f"{series} is not there, so what the ranks did in that start can't be shown"
+            return f"{series} does not exist, so what the ranks did in that start can't be shown"
         case "head only":
             series.write_bytes(series.read_bytes().partition(b"\n")[0] + b"\n\0\0")
             return f"{folder.name}: its ranks have taken no step: nothing to show"

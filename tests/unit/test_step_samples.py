@@ -289,7 +289,7 @@ def test_slices_that_move_by_pace_are_told_without_their_ranks(tmp_path: Path) -
         (
             ("--step", 6),
             {"passes": [{**_PASS, "steps": 8, "again": 0}]},
-            "step 6 took one of the batches 5 to 7 of epoch 0, and which is not known",
+            "step 6 took one of the batches 5 to 7 of epoch 0, but which one is not known",
         ),
     ],
 )
@@ -303,6 +303,6 @@ def test_what_the_record_does_not_tell_is_refused_in_words(
 
 def test_a_record_of_an_earlier_version_tells_of_no_loader(tmp_path: Path) -> None:
     folder = write_record(tmp_path / "run")
-    assert "tells of no loader" in _batch(folder, "--step", 1).stderr
-    with pytest.raises(UnknownBatch, match="tells of no loader"):
+    assert "has no loader: batches" in _batch(folder, "--step", 1).stderr
+    with pytest.raises(UnknownBatch, match="has no loader: batches"):
         samples.ask_batch(history.read(folder), 0, 0)

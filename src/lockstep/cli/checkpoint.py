@@ -170,7 +170,7 @@ def verify(folder: PurePath, step: int | None, as_json: bool) -> None:
     """Read the checkpoints of a run completely and compare them with their digests.
 
     The exit code is 1 if a checkpoint is damaged. One that is not sound (NaN or infinite values, ranks that differed)
-    is reported, and counts as no damage.
+    is reported, but does not count as damaged.
     """
     with errors():
         from lockstep.checkpoint import inspect
@@ -351,7 +351,7 @@ def rewind(folder: Path, step: int, dry_run: bool, as_json: bool) -> None:
     default=5.0,
     show_default=True,
     metavar="GIGABYTES",
-    help="Size of each file of --shards, at most.",
+    help="Maximum size of each file of --shards.",
 )
 @click.option(
     "--dcp", is_flag=True, help="Write a folder OUTPUT that torch.distributed.checkpoint reads, on any number of ranks."
@@ -375,7 +375,7 @@ def export(
 
     OUTPUT is a .safetensors file, or a torch file (.pt, .pth) that torch.load(weights_only=True) reads; with --shards
     or --dcp it is a folder. Every byte is verified. Without --step, the newest checkpoint that is complete and sound is
-    exported; newer ones are named.
+    exported; newer ones that were skipped are named.
     """
     if shards + dcp + (format_ is not None) > 1:
         raise click.UsageError("--format, --shards and --dcp each say what OUTPUT is: give one of them")

@@ -21,7 +21,7 @@ PASSES_ON = {"allow_interspersed_args": False}
 _RUN = (
     "RUN is the name of a run, its number in the list that lockstep runs prints, or its folder; the newest by default."
 )
-_RUN_GOING_ON = _RUN.replace("the newest", "the newest that goes on")
+_RUN_GOING_ON = _RUN.replace("the newest", "the newest that is running")
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 _MODULE = click.option("-m", "is_module", is_flag=True, help="Run PROGRAM as a module, like python -m.")
 

@@ -19,11 +19,11 @@ from lockstep.cli.terminal import errors, print_json, say
     type=click.IntRange(min=1),
     metavar="N",
     help="The number of ranks that SCRIPT ran on until now. Batch sizes per rank are multiplied by it, and the port "
-    "trains the same on any number of ranks. By default they are multiplied by the number on which the port runs.",
+    "trains the same on any number of ranks. By default they are multiplied by the number of ranks of the port.",
 )
-@click.option("--every-line", is_flag=True, help="Say of changed lines, too, why they do the same.")
+@click.option("--every-line", is_flag=True, help="Also say of each changed line why it does the same.")
 @click.option(
-    "--verify", "verifies", is_flag=True, help="Run lockstep verify on SCRIPT and on the port. ARGS are for both."
+    "--verify", "verifies", is_flag=True, help="Run lockstep verify on SCRIPT and on the port. ARGS are passed to both."
 )
 @click.option(
     "-n",
@@ -55,9 +55,9 @@ def port(
 ) -> None:
     """Rewrite SCRIPT, which trains with DistributedDataParallel, Accelerate, Fabric or Horovod, or in one process.
 
-    Prints a diff; comments and layout stay. Then it says, line by line, what it left and why, and what is not the same
-    as before by design. A script of which it can't tell what becomes of it is refused, with the reasons. SCRIPT is
-    not run unless --verify is given.
+    Print a diff that keeps comments and layout, then which lines were left unchanged and why, and what differs by
+    design. A script is refused, with the reasons, if the port would lose something. SCRIPT is not run unless --verify
+    is given.
 
     The exit code is 0 if SCRIPT is ported, fully or in part, or uses lockstep already; 1 if it is refused, or if
     --verify finds the port different; 2 if it can't be read or verified.
@@ -66,7 +66,7 @@ def port(
         if args and not verifies:
             raise ValueError(f"{args[0]}: arguments of the script are only for --verify, which runs it")
         if find_spec("libcst") is None:
-            raise ValueError("libcst is not installed, which reads the script: pip install 'torch-lockstep[port]'")
+            raise ValueError("libcst, which reads the script, is not installed: pip install 'torch-lockstep[port]'")
         from lockstep.tools.port import report
         from lockstep.tools.port.port import port as port_script
         from lockstep.tools.port.remarks import PortVerdict
@@ -76,7 +76,7 @@ def port(
         is_ported = found.verdict in (PortVerdict.FULLY, PortVerdict.PARTLY)
         verified = []
         if verifies and is_ported:
-            say("verifying the script as it was and as it is ported")
+            say("verifying the script and its port")
             verified = verify_both(found, VerifyRequest(count, steps, timeout, args))
         if write and is_ported:
             with script.open("r+b") as file:  # the same file: its permissions, links and owner stay
@@ -96,7 +96,9 @@ def port(
 
 def _say_next(script: Path, written: bool, verified: bool) -> None:
     if not verified:
-        click.echo(f"\nnext: lockstep port --verify {script} [ARGS] runs it before and after, on one rank and on two")
+        click.echo(
+            f"\nnext: lockstep port --verify {script} [ARGS] runs both, the script and its port, on 1 and 2 ranks"
+        )
     if written:
         say(f"{script} is changed")
     elif verified:

@@ -11,15 +11,15 @@ from lockstep.cli.terminal import errors, print_json
 @click.command(short_help="Compute a step of a run again.")
 @takes_run
 @click.option("--step", type=int, required=True, metavar="N", help="Number of the step, from 1, as in logs.")
-@click.option("--rank", type=int, metavar="N", help="Compute in that step only what this rank had of the batch.")
+@click.option("--rank", type=int, metavar="N", help="Compute only this rank's part of the batch in that step.")
 @click.option("--pdb", "debug", is_flag=True, help="Open Python's debugger in the step.")
 @AS_JSON
 def replay(run: str | None, step: int, rank: int | None, debug: bool, as_json: bool) -> None:
     """Continue a run from its newest checkpoint before a step, in one process, and stop in that step.
 
-    It prints the losses, the norms of the gradients, and which values are NaN or infinite, with the samples that they
-    come from. The program of the run is run again in the folder in which it was started; the run's checkpoints and
-    logs stay as they are. With slices the bits are those of all ranks; without, they are equal up to rounding.
+    Print the losses, the norms of the gradients, and which values are NaN or infinite, with the samples that they come
+    from. The run's program is run again in the folder in which it was started; the run's checkpoints and logs stay as
+    they are. With slices the values have the bits of all ranks; without slices they are equal up to rounding.
     """
     from lockstep.runs import history
     from lockstep.runs.homes import homes

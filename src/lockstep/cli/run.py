@@ -66,7 +66,7 @@ from lockstep.text import NEXT
 @click.option(
     "--hosts",
     metavar="HOST[:N],…",
-    help="Hosts to start the job on from here by ssh; N: number of ranks on that host. [default of N: -n]",
+    help="Hosts to start the job on by ssh, all from this command; N: number of ranks on that host. [default of N: -n]",
 )
 @click.option("--hosted", is_flag=True, hidden=True, help="Run as one of --hosts, with orders from standard input.")
 @click.option("--node-rank", type=int, metavar="N", help="Rank of this node, from 0.")
@@ -77,7 +77,10 @@ from lockstep.text import NEXT
     metavar="PORT",
     help="Port of node 0. [default: 29500 with several nodes, otherwise any free port]",
 )
-@log_dir("Folder for the logs of the ranks (rank1.log and so on) and the record of the run.")
+@log_dir(
+    "Folder for the logs of the ranks (rank1.log and so on) and the record of the run. [default: a new one below "
+    "~/.local/state/lockstep/logs]"
+)
 @click.option("--all-output", is_flag=True, help="Show the output of all ranks, not only that of rank 0.")
 @click.option(
     "--bind",
@@ -93,8 +96,10 @@ from lockstep.text import NEXT
     metavar="STEPS[:FROM]",
     help="Record a trace of STEPS steps after the first FROM (default 10), to open in ui.perfetto.dev.",
 )
-@click.option("--pdb", is_flag=True, help="Hold the first rank that fails in its frame, in Python's debugger.")
-@click.option("--flops", is_flag=True, help="Count the FLOPs of one step, and say how many a second that makes.")
+@click.option(
+    "--pdb", is_flag=True, help="Open Python's debugger on the first rank that fails, in the frame of its error."
+)
+@click.option("--flops", is_flag=True, help="Count the FLOPs of one step, and print FLOPs per second.")
 @click.option(
     "--peak-flops",
     type=PEAK_FLOPS,
@@ -107,21 +112,21 @@ from lockstep.text import NEXT
     "--max-time",
     type=TIME_LIMIT,
     metavar="TIME",
-    help="Time, such as 11h30m, by which the ranks have saved and the job ends with code 75: --grace before it is over "
-    "they are asked to, as by SIGTERM.",
+    help="Time limit of the job, such as 11h30m. The ranks are asked to save and stop --grace seconds before it, as by "
+    "SIGTERM, and the exit code is 75. [default: none]",
 )
 @click.option(
     "--on-hang",
     metavar="report|dump|restart[:SECONDS]",
-    help="What to do about a rank that holds up the others. dump: also keep the report and all stacks with the run's "
-    "logs; restart: also start all ranks again, as --max-restarts allows, once the report has stood for SECONDS "
-    "(default 60). [default: report]",
+    help="What to do about a rank that holds up the others. report: report it; dump: also keep the report and all "
+    "stacks with the run's logs; restart: also restart all ranks, as --max-restarts allows, if they still wait SECONDS "
+    "(default 60) after the report. [default: report]",
 )
 @click.option(
     "--notify",
     metavar="COMMAND",
-    help="Command for a shell that is run when ranks hang or move on, when all start again, and when the job fails or "
-    "ends. What happened is JSON on its standard input.",
+    help="Shell command to run when ranks hang or move on, when all ranks restart, and when the job fails or ends. It "
+    "reads what happened from standard input, as JSON.",
 )
 @max_restarts("0")
 @takes_program
@@ -163,7 +168,7 @@ def run(
     rank fails, it is named, the others are stopped, and its exit code is returned. With --max-restarts all ranks are
     restarted, and a Checkpointer resumes from its newest complete checkpoint.
 
-    breakpoint() stops any rank, in the terminal; the others wait.
+    breakpoint() opens a debugger on any rank, in the terminal; the others wait.
 
     On SIGTERM, Ctrl-C or when the terminal closes, a training with a Checkpointer finishes its step, saves and exits
     with code 75; run the same command again to resume. A second signal stops it at once. On SIGUSR1 it saves and

@@ -285,10 +285,10 @@ def compare(a: str, b: str, fail_over: str | None, as_json: bool) -> None:
 @click.argument("b")
 @AS_JSON
 def bisect(a: str, b: str, as_json: bool) -> None:
-    """Find the first step after which two runs differ, and whether they had other samples before.
+    """Find the first step after which two runs differ, and whether their samples differed before it.
 
-    Every now and then a run records digests of its parameters and its optimizers' state, at steps that all runs have in
-    common. A and B are names of runs, their numbers in the list that lockstep runs prints, or their folders.
+    Runs record digests of their parameters and their optimizers' state after some steps, the same steps in all runs. A
+    and B are names of runs, their numbers in the list that lockstep runs prints, or their folders.
 
     The exit code is 0 if the runs are equal in all steps that both have digests of, and 1 if they part.
     """
@@ -313,7 +313,7 @@ def bisect(a: str, b: str, as_json: bool) -> None:
 )
 @click.option("--rank", type=int, metavar="N", help="Show only the part of this rank.")
 @click.option(
-    "--show", is_flag=True, help="Run the program up to its loader, and show what its dataset gives for each sample."
+    "--show", is_flag=True, help="Run the program up to its loader, and show what its dataset returns for each sample."
 )
 @AS_JSON
 def batch(
@@ -328,9 +328,9 @@ def batch(
 ) -> None:
     """Show which samples a step of a run had: their indices, by rank and slice.
 
-    They follow from the seed, the epoch and the position of the batch, so nothing of a step is recorded. An order that
-    a sampler of the program's has drawn, batches of a batch sampler and costs are asked of the program, by --show: it
-    is run again, in one process and in the folder in which it was started, and ended as soon as its loader is made.
+    The samples follow from the seed, the epoch and the position of the batch; steps are not recorded. If they also
+    depend on the program (a sampler, a batch sampler, costs), use --show: it runs the program again, in one process and
+    in the folder in which it was started, and ends it as soon as its loader is made.
     """
     from lockstep.tools.again import program, samples
 

@@ -2,8 +2,8 @@
 "hierarchical" if that does (the job spans hosts, and some host has several ranks), else gloo.
 
 Note [All ranks or none]: the ranks open the group's memory first, by themselves, and tell each other whether that
-went well; what torch has to do afterwards waits for nobody, and is told as well. So a rank where the backend fails,
-whatever fails in it, keeps no other waiting: all hear of it and take the next backend together.
+went well; torch's part comes afterwards, waits for no other rank, and its outcome is told as well. So a rank on which
+the backend fails, for whatever reason, keeps no other rank waiting: all learn of it and take the next backend together.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ def open_fastest(store: Store, identity: Identity, timeout: float) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a rank has settled before the ranks meet."""
+    """A rank's decisions before the ranks meet."""
 
-    #: What the program, ``LOCKSTEP_BACKEND`` or the rank's device asks for; None: nothing does.
+    #: The backend that the program, ``LOCKSTEP_BACKEND`` or the rank's device asks for; None: none of them asks for
+    #: one.
     backend: str | None
     #: The rank's accelerator, in the words of :func:`lockstep.accelerator.identity`; None: it has none, or can't tell.
     device: str | None = None
@@ -75,8 +76,9 @@ def compare_choices(store: Store, chosen: Choice, identity: Identity, timeout: f
     """**Collective.** Refuse choices with which the ranks would not open a group, each in its own way, or never.
 
     Hosts that ask for different backends would wait for each other until ``timeout``. Two ranks on one accelerator are
-    refused by its backend's library, in words of its own, or hang. An index tells nothing of that: where a scheduler
-    shows each rank a device of its own, all of them are number 0. So the ranks compare what their devices are.
+    refused by its backend's library, in words of its own, or hang. The index of a device does not show that: if a
+    scheduler gives each rank a device of its own, each of them is number 0. So the ranks compare the identities of
+    their devices.
 
     Args:
         store: where the ranks meet; for this alone.
@@ -126,13 +128,13 @@ def _shared_device(choices: Sequence[Choice]) -> str:
     each = "; ".join(f"{which_ranks(ranks)} on {choices[ranks[0]].host}: {which}" for which, ranks in shared.items())
     return (
         f"several ranks have the same device ({each}), and each needs one of its own. Start at most as many ranks as "
-        "there are devices; where each rank is shown devices of its own (srun --gpus-per-task=1), see that they are "
-        "different ones; or pass backend='gloo' to train on the CPU"
+        "there are devices; if each rank sees only devices of its own (srun --gpus-per-task=1), make sure that they "
+        "differ; or pass backend='gloo' to train on the CPU"
     )
 
 
 def _warn(what: str) -> None:
-    callsite.warn(f'{sentence(what)} lockstep.init("gloo") or {knobs.BACKEND}=gloo chooses that, and ends this warning')
+    callsite.warn(f'{sentence(what)} lockstep.init("gloo") or {knobs.BACKEND}=gloo does the same without this warning')
 
 
 def _try(backend: str, store: Store, identity: Identity, timeout: float) -> str | None:

@@ -1,8 +1,8 @@
-"""Compare at the end of a job what the ranks hold: the last rank to come compares, and no rank waits.
+"""Compare the ranks' replicas at the end of a job: the last rank to leave compares, and no rank waits.
 
-A rank that waited at its exit for another one might wait for ever. So each leaves what it has to say in the process
-group's store, and then looks whether all have: the last one finds everything there and compares. Where the store is
-gone by then (its rank has ended first), nothing is compared.
+A rank that waited at its exit for another one might wait for ever. So each leaves its digests in the process group's
+store, and then looks whether all ranks have: the last one finds everything there and compares. If the store is gone by
+then (its rank has ended first), nothing is compared.
 """
 
 from __future__ import annotations

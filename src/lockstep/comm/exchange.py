@@ -1,4 +1,4 @@
-"""Exchange small records between all ranks, by which they compare notes before they do anything expensive.
+"""Exchange small records between all ranks, with which they compare facts before they do anything expensive.
 
 Records travel as JSON, never as pickle: what arrives from a peer is data, not code.
 """
@@ -59,7 +59,7 @@ def all_gather_tensors(
     """**Collective.** Return every rank's ``tensor``, in order of rank, on a device that ``group`` can carry.
 
     Args:
-        tensor: dense, of any shape, dtype and device; another one on each rank, or None.
+        tensor: dense, of any shape, dtype and device, which may differ from rank to rank; or None.
         group: the process group.
         device: the device, of the same kind on every rank; that of :func:`group_device` if None.
 
@@ -122,7 +122,7 @@ def broadcast_tensor(
 
 
 class _TensorSpec(NamedTuple):
-    """What a rank must know of a tensor before it comes."""
+    """The facts that a rank must know of a tensor before it receives it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

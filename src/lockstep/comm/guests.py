@@ -1,11 +1,12 @@
-"""Refuse a second process for a rank: what a rank starts inherits its variables, and would wait for ranks in vain.
+"""Refuse a second process for a rank: a process that a rank starts inherits its variables, and would wait in vain for
+other ranks.
 
 Note [Guests]
 ~~~~~~~~~~~~~
-A process that a rank starts has ``RANK`` and the rest in its environment, and ``lockstep.init()`` in it means either of
-two things. The script is a wrapper, on all ranks alike: then its children are the ranks. Or one rank starts an
-evaluation, a spawned worker imports the training script again …: then it is a guest, which no peer will meet. Three
-signs tell them apart, from the earliest on:
+A process that a rank starts has ``RANK`` and the rest in its environment, and there are two reasons why it may call
+``lockstep.init()``. The script is a wrapper, on all ranks alike: then its children are the ranks. Or one rank starts an
+evaluation, a spawned worker imports the training script again, and so on: then it is a guest, which no other rank will
+ever meet. Three signs tell them apart, from the earliest on:
 
 - The process that ``init`` made a rank says so in its environment (``LOCKSTEP_JOINED``), with the place of its world.
   Whoever inherits that and looks for the same place is a guest.
@@ -41,7 +42,7 @@ def refuse(identity: Identity) -> None:
         EnvironmentMismatch: this process's rank has joined the world, or trains without it.
     """
     if identity.world_size == 1:
-        return  # a lone rank waits for nobody
+        return  # a lone rank waits for no other
     who = f"this process ({os.getpid()}) was started by rank {identity.rank} of {identity.world_size}"
     joined = knobs.joined()
     if joined is not None and joined[0] != os.getpid() and joined[1] == place():
@@ -52,7 +53,9 @@ def refuse(identity: Identity) -> None:
         trains = any(count > 1 for count in pages.all(Cell.STEPS))
         pages.close()
         if trains:
-            raise EnvironmentMismatch(f"{who}, and what the launcher started as its ranks trains already: {_ALONE}")
+            raise EnvironmentMismatch(
+                f"{who}, and the processes that the launcher started as its ranks already train: {_ALONE}"
+            )
 
 
 def compare(group: dist.ProcessGroup, identity: Identity) -> None:
@@ -72,7 +75,7 @@ def compare(group: dist.ProcessGroup, identity: Identity) -> None:
 
 
 def mark(identity: Identity) -> None:
-    """Tell what this process starts from now on that this rank has joined the world."""
+    """Mark the environment of processes that are started from now on: this rank has joined the world."""
     if identity.launched:
         os.environ[knobs.JOINED] = f"{os.getpid()} {place()}"
 

@@ -1,4 +1,4 @@
-"""Open and close the world: turn an environment into a process group, a device, threads and seeds."""
+"""Open and close the world: set up the process group, the device, threads and seeds by the environment."""
 
 from __future__ import annotations
 
@@ -68,24 +68,25 @@ def init(
     (``LOCKSTEP_KEEP_MEMORY``), and seeds the random number generators of Python, NumPy and torch.
 
     Args:
-        backend: any backend torch knows by name; ``"mpi"`` goes over mpi4py where torch was built without MPI. None:
-            ``LOCKSTEP_BACKEND``, or if that is not set: where there is an accelerator for every rank of this machine,
-            the backend that torch has for its tensors (NCCL for CUDA and ROCm, XCCL for XPU, what a plugin has
-            registered) and gloo for CPU tensors; else, on the CPU, ``"shm"`` if all ranks can share memory, which they
-            try; ``"hierarchical"`` if the job has several machines and one of them several ranks: shared memory inside
-            a machine, gloo between them; and else gloo (a warning says why, unless each machine has one rank). With an
-            accelerator whose tensors no backend of torch's carries (MPS), ranks are on the CPU, and a warning says so.
+        backend: any backend torch knows by name; ``"mpi"`` uses mpi4py if torch was built without MPI. None:
+            ``LOCKSTEP_BACKEND``, or if that is not set, the first of these that is possible. With an accelerator for
+            every rank of this machine: the backend that torch has for its tensors (NCCL for CUDA and ROCm, XCCL for
+            XPU, what a plugin has registered), and gloo for CPU tensors. Otherwise, on the CPU: ``"shm"`` if all ranks
+            can share memory, which they try; ``"hierarchical"`` (shared memory inside a machine, gloo between them) if
+            the job has several machines and one of them several ranks; otherwise gloo (a warning says why, unless each
+            machine has one rank). With an accelerator whose tensors no backend of torch's carries (MPS), ranks are on
+            the CPU, and a warning says so.
         timeout: how long a collective may wait before it is an error, in seconds or as a timedelta.
             None: ``LOCKSTEP_TIMEOUT``, or 600 s.
-        seed: the seed of the job, the same on all ranks. Every rank's generators are seeded with it just as those of a
-            lone process would be, so that what a script draws (a split of its data, first weights) is the same on all
-            of them. Where a model computes, each rank has numbers of its own: Note [Random numbers of a rank] in
-            ``step/streams.py``. None: rank 0 draws one. False: the generators stay as they are on each rank, also where
-            a model computes, and what is drawn from the job's seed (a loader's order) is that of seed 0.
-        deterministic: set torch's switches so that the same inputs give the same bits in each run, the same on all
-            ranks; an operation that has no such algorithm raises RuntimeError with its name. It costs nothing
-            measurable on CPUs; on GPUs it depends on the operations, and on 32 MiB. Note [Deterministic algorithms] in
-            ``step/deterministic.py`` lists the switches. False: they stay as they are.
+        seed: the seed of the job, the same on all ranks. Every rank's generators are seeded with it as those of a
+            single process would be, so that a script draws the same numbers on all ranks (a split of its data, initial
+            weights). While a model computes, each rank draws its own: Note [Random numbers of a rank] in
+            ``step/streams.py``. None: rank 0 draws a seed. False: the generators stay as they are on each rank, also
+            while a model computes, and what depends on the job's seed (a loader's order) is that of seed 0.
+        deterministic: set torch's switches so that the same inputs give the same bits in each run; the same on all
+            ranks. An operation that has no deterministic algorithm raises RuntimeError with its name. On CPUs this
+            costs nothing measurable; on GPUs its cost depends on the operations, and it takes 32 MiB of memory. Note
+            [Deterministic algorithms] in ``step/deterministic.py`` lists the switches. False: they stay as they are.
 
     Raises:
         EnvironmentMismatch: the launcher's variables are incomplete or contradict each other, hosts ask for different
@@ -160,7 +161,7 @@ def reopen() -> None:
     """**Collective.** Open the default group of the world anew, after the one before was destroyed; the World stays.
 
     Raises:
-        LockstepError: :func:`init` has not opened the one before, so nobody knows how.
+        LockstepError: :func:`init` has not opened the one before, so it is not known how.
         RendezvousError: as :func:`init`.
     """
     here = world()
@@ -186,8 +187,7 @@ def current_world() -> World | None:
 def shutdown() -> None:
     """Leave the world and close what :func:`init` opened. A process that ends without an exception does so by itself.
 
-    The last rank to leave compares what all replicas hold, and warns if they differ (comm/ending.py); no rank waits for
-    that.
+    The last rank to leave compares all replicas, and warns if they differ (comm/ending.py); no rank waits for that.
     """
     global _world, _owns_group
     if _world is not None:
@@ -227,9 +227,9 @@ def _with_mpi(backend: str | None) -> str | None:
         return backend
     if find_spec("mpi4py") is None:
         raise ValueError(
-            f"backend={backend!r}: this build of torch ({torch.__version__}) comes without MPI, and mpi4py, over which "
-            "lockstep's own goes, is not installed: pip install 'torch-lockstep[mpi]', or mpi4py for the MPI that you "
-            "have"
+            f"backend={backend!r}: this build of torch ({torch.__version__}) comes without MPI, and mpi4py, which "
+            "lockstep uses instead, is not installed: pip install 'torch-lockstep[mpi]', or mpi4py for the MPI that "
+            "you have"
         )
     return "mpi4py"
 
@@ -250,7 +250,7 @@ def _choose_device(backend: str | None, identity: Identity) -> torch.device:
         name = accelerator.title(kind)
         raise ValueError(
             f"backend={backend!r} needs {name}, and torch {torch.__version__} sees no {name} device on this machine; "
-            "use backend='gloo' for the CPU, or leave backend unset, and lockstep chooses one"
+            "use backend='gloo' for the CPU, or leave backend unset to let lockstep choose"
         )
     own = accelerator.backend_for(kind)
     if own is None:

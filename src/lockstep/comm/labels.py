@@ -1,7 +1,8 @@
 """Names for collectives, so that ranks in different ones can be told apart.
 
-Two all-reduces of one shape that some rank issues in the other order look alike; with labels they do not. lockstep's
-own backends compare labels before any data moves, and show them in errors; gloo, NCCL and others ignore them.
+Two all-reduces of the same shape look alike, also if some rank issues them in the other order; labels tell them apart.
+lockstep's own backends compare labels before any data moves, and show them in errors; gloo, NCCL and others ignore
+them.
 """
 
 from __future__ import annotations

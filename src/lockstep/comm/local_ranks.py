@@ -3,9 +3,9 @@
 Note [Connected ranks]
 ~~~~~~~~~~~~~~~~~~~~~~
 Descriptors of memory (parcels.py) go through Unix sockets only. The leader listens at a name that it draws, in the
-abstract namespace: no file is made, and the name goes with the leader, however it ends. Names there are for everyone on
-the machine to see, so both ends ask the kernel whose process the other is, and a follower says a word that only the
-ranks have heard. A socket tells of the other end's death at once and by itself, since a process that is forked later (a
+abstract namespace: no file is made, and the name goes with the leader, however it ends. Every process on the machine
+can see these names, so both ends ask the kernel which user's process the other is, and a follower sends a random word
+that only the ranks know. A socket reports the other end's death at once, since a process that is forked later (a
 DataLoader's worker) closes its copy first.
 
 Which ranks share a machine is what their launcher and the kernel say (hosts/grouping.py), as for shared memory.
@@ -35,7 +35,7 @@ from lockstep.job.messages import Channel
 
 Received = TypeVar("Received")
 
-#: What the kernel says of the process at the other end: its process id, user and group (SO_PEERCRED).
+#: The kernel's description of the process at the other end: its process id, user and group (SO_PEERCRED).
 _CREDENTIALS = struct.Struct("=iII")
 #: Seconds of a wait that are not told to the launcher as one: it takes them for work in the phase that the rank is in,
 #: which is to fetch data, and the rank that all wait for is in that as well.
@@ -43,7 +43,7 @@ _SHORT = 1.0
 
 
 class LimitedMembers(Members, Protocol):
-    """What connecting needs of a World."""
+    """The part of a World that connecting needs."""
 
     @property
     def timeout(self) -> float:
@@ -73,13 +73,14 @@ class RankLine(Generic[Received]):
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
         """Send a message, which is small. The descriptors stay open here.
 
-        To an end that is closed nothing is sent, and nobody is told: what came from there before can be read still.
+        Nothing is sent to an end that is closed, and no error is raised: messages that came from there before can still
+        be read.
         """
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._channel.send(message, fds)
 
     def receive(self) -> tuple[Received, list[int]] | None:
-        """Return the next message that has come, with its descriptors; None: there is none now, or none any more."""
+        """Return the next message that has come, with its descriptors; None if none has come, or the end is closed."""
         while not self._come and self.is_open and self._is_readable(0):
             self._read()
         return self._come.popleft() if self._come else None
@@ -93,7 +94,7 @@ class RankLine(Generic[Received]):
 
         Raises:
             CollectiveTimeout: there was none in time.
-            PeerLost: the other rank has gone, or has closed its end without a word.
+            PeerLost: the other rank has gone, or has closed its end without a message.
         """
         found = self.wait_unless_closed(what, seconds)
         if found is None:
@@ -120,7 +121,7 @@ class RankLine(Generic[Received]):
         return found
 
     def close(self) -> None:
-        """Close this end. What was sent before arrives."""
+        """Close this end. Messages that were sent before still arrive."""
         self.is_open = False
         self._channel.close()
         for _, fds in self._come:
@@ -157,20 +158,20 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 class LocalRanks:
     """The ranks of a machine, as one of them sees them.
 
-    They are not connected where there is one rank only, where one of them wants it not, or where it can't be done.
+    They are not connected if there is only one rank, if one of them does not want it, or if it is not possible.
     """
 
-    #: The ranks, in order.
+    #: The ranks of the machine, in order.
     members: tuple[int, ...]
     rank: int
     #: On the leader a line to each other rank, in order, on the others one to the leader; none: they are not connected.
     lines: tuple[RankLine[Any], ...] = ()
-    #: Why they can't be connected, though all want it; empty: they are, or nobody tried.
+    #: The reason why they can't be connected, though all want it; empty: they are connected, or did not try.
     why_not: str = ""
 
     @property
     def leader(self) -> int:
-        """The first of them."""
+        """The first rank of the machine."""
         return self.members[0]
 
     @property
@@ -234,7 +235,7 @@ def connect(world: LimitedMembers, kinds: Iterable[type[Any]], *, wants: bool = 
 
 
 def _listen(most: int) -> tuple[socket.socket | None, str, str]:
-    """Return a socket that listens, and its name; or None, and why there is none."""
+    """Return a socket that listens, and its name; or None, and the reason why none could be made."""
     name = f"lockstep-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
@@ -247,7 +248,7 @@ def _listen(most: int) -> tuple[socket.socket | None, str, str]:
 
 
 def _call(name: str, hello: Hello, leader: int, kinds: Iterable[type[Any]]) -> tuple[RankLine[Any] | None, str]:
-    """Return the line to the leader that listens at ``name``; or None, and why there is none."""
+    """Return the line to the leader that listens at ``name``; or None, and the reason why none could be made."""
     endpoint = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         endpoint.connect(f"\0{name}")

@@ -23,7 +23,7 @@ from lockstep.comm.looks import SumLook
 class RowOrder:
     """How rows that lie on several ranks are added up."""
 
-    #: Elements of a row.
+    #: The number of elements in a row.
     width: int
     #: The rank and row of each row that counts.
     places: tuple[tuple[int, int], ...]

@@ -43,9 +43,10 @@ EAGER = 4096
 #: Tests before a waiting rank offers its core to others.
 _TESTS = 60
 #: Seconds for which it offers its core before it sleeps between tests, and after which another rank must be late, so
-#: that it sleeps longer. (MPI moves nothing while nobody tests: a rank that sleeps soon slows its own transfers down.)
+#: that it sleeps longer. (MPI moves nothing while no thread tests: a rank that sleeps soon slows its own transfers
+#: down.)
 _YIELDING, _LASTING = 0.1, 2.0
-#: Seconds of both sleeps.
+#: The lengths of both sleeps, in seconds.
 _NAP, _SLEEP = 50e-6, 1e-3
 #: Seconds between two looks at the processes and the store, and for an answer of the other ranks.
 _SLICE = 0.05
@@ -68,15 +69,16 @@ class MpiEngine(Engine):
             timeout: seconds to wait for the other ranks.
 
         Raises:
-            RendezvousError: a rank did not come, or is none of this MPI job's, or MPI takes calls of one thread only.
+            RendezvousError: a rank did not come, or does not belong to this MPI job, or MPI accepts calls from one
+                thread only.
         """
         super().__init__(rank=rank, size=size)
         mpi: Any = importlib.import_module("mpi4py.MPI")
         if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
             raise RendezvousError(
-                f"rank {rank} of {size}: this MPI takes calls of one thread only, and messages have threads of their "
-                "own: use an MPI that was built for several (MPI_THREAD_MULTIPLE), and leave mpi4py.rc.thread_level "
-                "alone"
+                f"rank {rank} of {size}: this MPI accepts calls from one thread only, and lockstep sends messages from "
+                "threads of their own: use an MPI that was built for several threads (MPI_THREAD_MULTIPLE), and do not "
+                "set mpi4py.rc.thread_level"
             )
         self._mpi = mpi
         self._store = store

@@ -63,9 +63,10 @@ def _by_broadcast(identity: Identity, timeout: timedelta) -> Store:
         mpi = importlib.import_module("mpi4py.MPI")
     except ImportError as error:
         raise EnvironmentMismatch(
-            f"rank {identity.rank} of {identity.world_size}: mpirun started ranks on several machines and says no "
-            "address at which they can meet. Install mpi4py (pip install 'torch-lockstep[mpi]'), by which rank 0 tells "
-            "the others, or set MASTER_ADDR to its host and MASTER_PORT to a free port there, for all of them: "
+            f"rank {identity.rank} of {identity.world_size}: mpirun started ranks on several machines, but gives no "
+            "address at which they can meet. Install mpi4py (pip install 'torch-lockstep[mpi]'), with which rank 0 "
+            "sends its address to the others, or set MASTER_ADDR to its host and MASTER_PORT to a free port there, for "
+            "all of them: "
             f"mpirun -x MASTER_ADDR -x MASTER_PORT (Open MPI) or -genvall (MPICH). {error}"
         ) from error
     if identity.rank == 0:

@@ -7,9 +7,9 @@ bytes of tensors and arrays, and the rest as JSON. Whoever gets its descriptor m
 without a copy; the memory goes with the last of them.
 
 What can be packed is data: tensors, arrays, numbers, texts, bytes and None in lists, tuples, dicts, named tuples,
-dataclasses, and mappings of other classes. A class is told by its name and has to be loaded already where the parcel is
-opened; its objects are made without a call of their own code. So a parcel can't make its receiver do anything, as a
-pickle could. What can't be packed is named, and its owner does without.
+dataclasses, and mappings of other classes. A class is sent as its name, and must be loaded already where the parcel is
+opened; its objects are made without a call of their own code. So a parcel can't make its receiver run code, as a pickle
+could. An error names what can't be packed, and its owner does without a parcel.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lockstep.trees import path_text
 
 #: Bytes to which pieces are aligned: a cache line, and a vector of any processor.
 _ALIGNED = 64
-#: What JSON keeps as it is.
+#: The types that JSON keeps as they are.
 _PLAIN = (type(None), bool, int, float, str)
 
 
@@ -63,7 +63,7 @@ class Parcel:
         """Pack ``trees``, one beside the other.
 
         Raises:
-            Unpackable: something in them is no data.
+            Unpackable: they contain something that is not data.
             OSError: there is no memory for it.
         """
         packing = _Packing()
@@ -131,7 +131,7 @@ class Handed:
 
 
 class _Packing:
-    """Describes trees in JSON types, and finds a place for what JSON does not hold."""
+    """Describes trees in JSON types, and finds a place for values that JSON can't hold."""
 
     def __init__(self) -> None:
         self.size = 0

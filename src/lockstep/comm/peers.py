@@ -43,7 +43,7 @@ class Peers(Protocol):
 
 
 class Members(Protocol):
-    """What an exchange over a process group needs of a World."""
+    """The part of a World that an exchange over a process group needs."""
 
     @property
     def rank(self) -> int: ...

@@ -1,10 +1,10 @@
-"""Begin the world anew after its process group has ended, for ranks that live on: those of a notebook.
+"""Begin the world anew after its process group has ended, for ranks that stay alive: those of a notebook.
 
 Note [A world begins anew]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-A rank that raises, or is interrupted, in the middle of a collective ends the process group on all ranks, since nobody
-can tell what has been moved. Ranks of a job end by it. Ranks that run cells live on with everything that they hold, and
-the next cell is to find a group that works.
+A rank that raises, or is interrupted, in the middle of a collective ends the process group on all ranks, since it is
+not known which data have been moved. Ranks of a job end then. Ranks that run cells stay alive with everything that they
+hold, and the next cell must find a group that works.
 
 So whoever runs the cells (interactive/) asks for :func:`standing` after one that did not end well on all ranks, and if
 the ranks differ, or a group has ended, tells all of them to :func:`stop`, waits until all have, tells all of them to
@@ -13,7 +13,7 @@ shared memory needs no meeting: every rank takes the tokens that were posted for
 keeps its memory, and with it the buckets of replicas that lie there; replicas, loaders and the World stay as they are.
 
 A group of another backend (gloo, NCCL) can't be repaired. It is destroyed and opened anew, and the World is given the
-new one. What has kept the old one, replicas above all, has to be made again: :func:`renew` says so.
+new one. Objects that hold the old one, replicas above all, have to be made again: :func:`renew` says so.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def standing() -> dict[str, list[int]]:
 
 
 def free(reason: str) -> None:
-    """End all groups of this process, so that nobody waits in them any more; from any thread.
+    """End all groups of this process, so that no thread waits in them any more; callable from any thread.
 
     Args:
-        reason: what the ranks that wait are told.
+        reason: the message for the ranks that wait.
     """
     for group in open_groups():
         group.stop(reason, 0.0)
@@ -66,7 +66,7 @@ def stop(reason: str) -> None:
     """End all groups of this process, and wait until nothing runs in them. See Note [A world begins anew].
 
     Raises:
-        LockstepError: something that was issued does not end.
+        LockstepError: a collective that was issued does not end.
     """
     for group in open_groups():
         group.stop(reason, _SETTLING)
@@ -80,7 +80,7 @@ def renew() -> str:
     """**Collective.** Make the world usable again, once all ranks have stopped. See Note [A world begins anew].
 
     Returns:
-        what the user has to do again; empty: nothing.
+        the steps that the user has to repeat; empty if there are none.
     """
     for group in open_groups():
         group.renew()

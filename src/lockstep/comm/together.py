@@ -30,8 +30,8 @@ def together(
 
     Args:
         peers: the ranks, and how they talk.
-        attempt: what this rank does.
-        tell: what the others are told of its result, in JSON types.
+        attempt: what this rank attempts; it may raise.
+        tell: makes, from the result, what the other ranks are told, in JSON types.
         what: what is being attempted, for the message.
 
     Raises:
@@ -72,7 +72,7 @@ def agreed(
         what: what is being checked, for the message.
         check: makes the result, or raises.
         facts: what must be the same on every rank, in JSON types.
-        remedies: what to do about a fact that differs, by its name; that of "" holds for all others.
+        remedies: the advice about a fact that differs, by the fact's name; that of "" is for all others.
 
     Raises:
         ValueError: the facts differ; the message names each rank's. Or ``check`` raised one on another rank.
@@ -90,7 +90,7 @@ def agreed(
 
 
 def class_name(error: BaseException) -> str:
-    """Return the name of the class of which other ranks raise an error of this one; empty: a LockstepError."""
+    """Return the name of the class that other ranks raise for this error; empty: a LockstepError."""
     return next((_KNOWN[kind] for kind in type(error).__mro__ if kind in _KNOWN), "")
 
 

@@ -1,11 +1,11 @@
 """Record collectives for a trace while its window is open, by methods that are in place only then; and keep what
 torch.profiler exports from the time when the window opens, which may be after it has closed.
 
-Collectives have numbers that are the same on all of their group's ranks, so that a reader can tell who came when to
-which. Over lockstep's own engines these are the numbers that errors name, and a collective is recorded where it runs,
-on whichever thread. Of torch's own process groups (gloo, NCCL, …) the methods are recorded that Python calls: the call
-that issues a collective, and the waits for its work, with torch's own count of the group's collectives. What C++ issues
-there by itself (torch's DistributedDataParallel) is not seen.
+Collectives have numbers that are the same on all of their group's ranks, so that a reader can tell when each rank came
+to which. Over lockstep's own engines these are the numbers that errors name, and a collective is recorded where it
+runs, on whichever thread. Of torch's own process groups (gloo, NCCL, …) the methods are recorded that Python calls: the
+call that issues a collective, and the waits for its work, with torch's own count of the group's collectives. What C++
+issues there by itself (torch's DistributedDataParallel) is not recorded.
 """
 
 from __future__ import annotations

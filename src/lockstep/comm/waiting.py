@@ -28,7 +28,7 @@ def wait_for(wait: Callable[[], object], what: Callable[[], str], *, name: str |
     Raises:
         CollectiveTimeout: a rank did not arrive within the process group's timeout.
         PeerLost: a rank is gone.
-        LockstepError: what else one of lockstep's own backends has raised, CollectiveMismatch above all.
+        LockstepError: any other error of lockstep's own backends, CollectiveMismatch above all.
     """
     try:
         if name is None:
@@ -74,7 +74,7 @@ def _is_timeout(error: RuntimeError) -> bool:
 def meet_over_gloo(group: dist.ProcessGroup, limit: timedelta) -> None:
     """**Collective.** Wait until all ranks of a gloo group have arrived: they tell rank 0, and it answers.
 
-    torch's ``monitored_barrier`` does the same, but its error says the same of ranks that are gone as of late ones.
+    torch's ``monitored_barrier`` does the same, but its error does not distinguish ranks that are gone from late ones.
 
     Raises:
         CollectiveTimeout: a rank did not arrive within ``limit``; on rank 0 it is named.

@@ -80,9 +80,9 @@ class World:
     def share(self) -> BatchShare | None:
         """This rank's share of the global batch in hand, set by the sharded loader; see Note [Exact mean].
 
-        Set it where the mean is not over samples and :meth:`weigh` can't express it either (class weights). It then
-        holds for everything until the loader hands out its next batch, or outside of a loader's loop until you set it
-        again. docs/weights.md shows how. After :meth:`weigh` its ``global_samples`` is NaN: not known yet.
+        Set it if the mean is not over samples and :meth:`weigh` can't express it either (class weights). The share then
+        holds for all backwards and means until the loader hands out its next batch, or outside of a loader's loop until
+        you set it again. docs/weights.md shows how. After :meth:`weigh` its ``global_samples`` is NaN: not known yet.
         """
         return self._in_hand.share
 
@@ -94,16 +94,16 @@ class World:
         """Say before ``backward()`` that this rank's loss is the mean over ``items`` items: tokens, say.
 
         The gradients that :func:`lockstep.replicate` averages are then those of the mean over all items of all ranks:
-        where a backward that averages begins, one small all-reduce adds up the ranks' counts. Backwards inside
-        :func:`lockstep.no_sync` are weighed in the same way, and all that were accumulated make one mean: let each loss
-        be the mean over its own items. Every rank weighs, or none. docs/weights.md shows how.
+        one small all-reduce at the beginning of the averaging backward adds up the ranks' counts. Backwards inside
+        :func:`lockstep.no_sync` are weighed in the same way, and all accumulated ones make one mean: let each loss be
+        the mean over its own items. Every rank must call this, or none. docs/weights.md shows how.
 
         The count holds for ``World.mean`` and ``lockstep.Log`` as well, until the sharded loader hands out its next
         batch, or outside of a loader's loop until you give another one.
 
         Args:
             items: 0 or more. 0: this rank's gradients are discarded, whatever they are (the mean over nothing is NaN).
-                If all ranks say 0 the backward ends with an error on all of them.
+                If all ranks pass 0, the backward ends with an error on all of them.
 
         Raises:
             TypeError: it is not a whole number.
@@ -117,12 +117,12 @@ class World:
         self._in_hand.say(Items(count))
 
     def count_tokens(self, tokens: int) -> None:
-        """Say how many tokens this rank's batch has, for the tokens a second of the summary and of ``lockstep runs``.
+        """Count the tokens of this rank's batch, for the tokens per second of the summary and of ``lockstep runs``.
 
-        What a token is you decide: with padding or without, inputs or targets. Nobody else knows, so nothing is told of
-        tokens unless you call this: once for each batch that a rank trains on, with accumulation or slices once for
-        each piece, anywhere before the optimizer's step. The counts up to that step are added up. It changes nothing
-        in the training, costs no collective, and has nothing to do with :meth:`weigh`.
+        You decide what a token is: with padding or without, inputs or targets. lockstep can't know that, so it reports
+        tokens only if you call this: once for each batch that a rank trains on, or with accumulation or slices once
+        for each piece, anywhere before the optimizer's step. The counts up to that step are added up. The call does
+        not influence the training, costs no collective, and is independent of :meth:`weigh`.
 
         Args:
             tokens: 0 or more, of this rank.
@@ -140,7 +140,7 @@ class World:
 
     @property
     def world_size(self) -> int:
-        """Processes in the job."""
+        """The number of processes in the job."""
         return self._identity.world_size
 
     @property
@@ -150,7 +150,7 @@ class World:
 
     @property
     def local_world_size(self) -> int:
-        """Processes on this machine."""
+        """The number of the job's processes on this machine."""
         return self._identity.local_world_size
 
     @property
@@ -170,9 +170,9 @@ class World:
 
     @property
     def hosts(self) -> list[list[int]] | None:
-        """The ranks by machine, where the process group adds up each machine's first; None where it does not.
+        """The ranks of each machine, if the process group adds up each machine's ranks first; otherwise None.
 
-        The bits of a sum depend on it: a run repeats bit for bit only where the same ranks share a machine.
+        The bits of a sum depend on it: a run repeats bit for bit only if the same ranks share a machine.
         """
         hosts = getattr(self.group, "hosts", None)
         return None if hosts is None else [list(ranks) for ranks in hosts]
@@ -268,7 +268,7 @@ class World:
     @_torch.mark_untraced
     @of_all_ranks("World.any()")
     def any(self, flag: bool | torch.Tensor) -> bool:
-        """**Collective.** Return whether ``flag`` is true on some rank: to leave a loop together, say.
+        """**Collective.** Return whether ``flag`` is true on some rank, for example to leave a loop together.
 
         Args:
             flag: a bool, or a tensor of dtype bool with one element.
@@ -322,9 +322,9 @@ class World:
             value: this rank's mean (a loss, an accuracy): a number or a tensor with one element. Or a tensor of any
                 other shape (accuracies by class, a gradient), the same on all ranks, as its kind of device is: each
                 element is averaged.
-            samples: how many samples ``value`` is the mean of. If None: this rank's share of the batch in hand, which
-                the sharded loader handed out last, or 1 where there is none. After the end of a loop there is none: a
-                warning says so where the ranks' shares of its last batch differ.
+            samples: the number of samples that ``value`` is the mean of. If None: this rank's share of the batch in
+                hand, which the sharded loader handed out last, or 1 if no batch is in hand. After the end of a loop
+                none is: a warning says so if the ranks' shares of the loop's last batch differ.
 
         A rank with no samples does not count, whatever its value (the mean over nothing is NaN).
 
@@ -457,7 +457,7 @@ class World:
     def gather_in_order(
         self, outputs: Sequence[Any], source: Any, *, per: Per | None = None, path: str | Path | None = None
     ) -> Any:
-        """**Collective.** Return on rank 0 what all ranks have made of their parts, in the order of the data set.
+        """**Collective.** Return on rank 0 the outputs of all ranks, in the order of the data set.
 
         ::
 
@@ -465,20 +465,21 @@ class World:
             outputs = [model(images) for images, _ in loader]     # one for each batch
             predictions = world.gather_in_order(outputs, loader)  # on rank 0: row i is of sample i; elsewhere None
 
-        Each sample has one row, whatever the number of ranks: nothing was padded, so nothing is cut off. Rows go by the
-        index of their sample, also after a pass that was shuffled; a sampler's by the indices that it drew,
-        ascending, those of a sample drawn twice next to each other; a stream's as they came.
+        Each sample has one row, whatever the number of ranks: nothing was padded, so nothing is cut off. Rows are in
+        the order of their samples' indices, also after a shuffled pass. With a sampler they are in ascending order
+        of the indices that it drew, those of a sample drawn twice next to each other; with a stream in the order in
+        which they came.
 
         Args:
             outputs: a list with one output for each batch that the loop was given, also where a batch has no samples.
                 An output is a tensor or a NumPy array with one row for each sample of the batch, a list of plain values
                 with one for each (texts, say), or dicts, tuples, lists and dataclasses of these. Rows have the same
-                shape in all outputs of all ranks. Of a :func:`lockstep.split`: one output for each item.
+                shape in all outputs of all ranks. For a :func:`lockstep.split`: one output for each item.
             source: the loader from :func:`lockstep.shard` whose last pass these are the outputs of, or the
                 :func:`lockstep.split`, or a plain DataLoader over that.
-            per: ``"sample"``: there is one output for each sample of a loader instead, all in one list: what differs in
-                shape (boxes in images). Outputs of single samples are tensors, arrays, and what JSON can hold, in lists
-                and dicts (a tuple becomes a list).
+            per: ``"sample"``: there is one output for each sample of a loader instead, all in one list, for outputs
+                that differ in shape (boxes in images). Outputs of single samples are tensors, arrays, and what JSON can
+                hold, in lists and dicts (a tuple becomes a list).
             path: a file that rank 0 writes, for outputs that are larger than its memory: ``.npy`` for one tensor, which
                 ``numpy.load(path, mmap_mode="r")`` maps, or ``.safetensors`` for several, named by their keys
                 (``"logits"``, ``"0.boxes"``; one alone: ``"outputs"``). It appears when it is complete and
@@ -489,7 +490,7 @@ class World:
             all samples, with tensors on the CPU and without gradients; with one per sample or item, the list of all.
 
         Raises:
-            TypeError: the outputs are nothing that can be put together, or ``source`` divides nothing among the ranks.
+            TypeError: the outputs can't be put together, or ``source`` divides nothing among the ranks.
             ValueError: the pass left samples out (``drop_last``, a ``break``), there is not one output for each batch,
                 the outputs' parts or shapes differ, or a format can't hold them; on every rank.
             LockstepError: the file can't be written; on every rank.
@@ -532,7 +533,7 @@ class World:
         the world's timeout: raise that for a long download.
 
         Args:
-            per: ``"machine"``: the first rank of each machine goes first, where each has a disk of its own.
+            per: ``"machine"``: the first rank of each machine goes first, for machines that have a disk of their own.
 
         Raises:
             ValueError: ``per`` is neither.

@@ -3,25 +3,24 @@
 Note [Drawn batches]
 ~~~~~~~~~~~~~~~~~~~~
 A batch sampler chooses whole batches, of any size, and as many as it likes. It may have a state, draw from any
-generator, and have no length or no end, so it is never rebuilt, cut or asked twice: rank 0 alone asks it, as one
-process would, and ships the batches to the others, a portion at a time. A rank's part of a batch is cut out of it
-afterwards; nothing in a batch depends on the number of ranks.
+generator, and have no length or no end, so it is never rebuilt, cut or asked for an epoch twice: rank 0 alone asks it,
+as one process would, and ships the batches to the others, a portion at a time. A rank's part of a batch is cut out of
+it afterwards; nothing in a batch depends on the number of ranks.
 
 A portion is shipped where all ranks ask for a batch of the same number, before any rank can need it: the ranks' workers
-fetch ahead, so there is always a number of batches in hand that is the most by which any rank does. The first one is
-shipped before workers are started. Ranks whose loops are at different batches find out there.
+fetch ahead, by a number of batches that is known to all. The first one is shipped before workers are started. Ranks
+whose loops are at different batches find out there.
 
 The position in such an epoch is the number of batches, and of samples, that the loop has been given. A sampler can be
-asked for an epoch from its beginning only, so a pass that goes on draws the batches again that were used, and passes
-them over. Whether they are those that were used is told by a digest that goes on with each batch: one of 20 batches is
-made of that of 19 and of the twentieth batch, so that every rank has it at every position. Generators are seeded for
-each epoch (Note [Random numbers of a sampler] in ``data/seeding.py``) and ``set_epoch`` is called, which is enough for
-most samplers. For one with a memory of its own (``state_dict`` and ``load_state_dict``) the position has its state too:
-as it was before the epoch under way, or after the last one. A sampler that does otherwise is refused at a resume, never
-followed into other batches.
+asked for an epoch from its beginning only, so a resumed pass draws the used batches again, and passes them over. A
+digest tells whether they are the same: that of 20 batches is made from that of 19 and the twentieth batch, so that
+every rank has it at every position. Generators are seeded for each epoch (Note [Random numbers of a sampler] in
+``data/seeding.py``) and ``set_epoch`` is called, which is enough for most samplers. For one with a memory of its own
+(``state_dict`` and ``load_state_dict``) the position has its state too: as it was before the epoch under way, or after
+the last one. A sampler that draws other batches at a resume is refused.
 
-An empty batch has no mean, so it is left out, which is said once. A batch with fewer samples than there are ranks is
-one like any other: some ranks have none of it.
+An empty batch has no mean, so it is left out, with one warning. A batch with fewer samples than there are ranks is
+treated like any other: some ranks have none of it.
 
 The costs of samples that only rank 0 knows (Note [Parts of equal cost] in ``data/costs.py``) are shipped in the same
 way, also those of batches that are cut out of an order.
@@ -89,8 +88,8 @@ class EpochBatches(Protocol):
         ...
 
     def beside(self, fetched: Iterator[Fetched], number: int) -> Iterator[Fetched]:
-        """Return what a rank has fetched of the batches from ``number`` on, as its loop asks for it. **Collective** for
-        some numbers, the same on all ranks: batches are drawn before any rank may fetch them."""
+        """Return a rank's fetched shares of the batches from ``number`` on, as its loop asks for them. **Collective**
+        for some numbers, the same on all ranks: batches are drawn before any rank may fetch them."""
         ...
 
     def batch(self, number: int) -> GlobalBatch:
@@ -146,11 +145,11 @@ Drawn = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Drawing(Protocol):
-    """What rank 0 draws the batches of an epoch from."""
+    """The source from which rank 0 draws the batches of an epoch."""
 
     @property
     def what(self) -> str:
-        """What draws, for messages."""
+        """The name of the sampler that draws, for messages."""
         ...
 
     @property
@@ -167,7 +166,7 @@ class Drawing(Protocol):
         ...
 
     def length(self) -> int | None:
-        """Return how many batches an epoch has by the sampler's own word; None: it does not say."""
+        """Return the number of batches of an epoch by the sampler's own ``len()``; None: it has none."""
         ...
 
 
@@ -175,7 +174,7 @@ class BatchSamplerDrawing:
     """Draws with a user's batch sampler; see Note [Drawn batches].
 
     Args:
-        sampler: the user's.
+        sampler: the user's sampler.
         seed, epoch: what its generators are seeded from.
         state: the state to put it into first; None: it stays in the one that it has.
         costs: those of the loader.
@@ -258,12 +257,12 @@ class BatchSamplerDrawing:
 
 
 class CostedOrder:
-    """Draws nothing but costs: those of batches that are cut out of an order.
+    """Draws only costs: those of batches that are cut out of an order.
 
     Args:
         batches: those from the cursor on.
         begins_at: the number of the first of them.
-        costs: a function of the user's.
+        costs: the user's function.
     """
 
     what = "the function costs="
@@ -286,7 +285,7 @@ class CostedOrder:
 
 
 def length_of(sampler: Any) -> int | None:
-    """Return the number of batches by a batch sampler's own word; None: it does not say."""
+    """Return the number of batches by a batch sampler's own ``len()``; None: it has none."""
     try:
         return len(sampler)
     except (TypeError, NotImplementedError):
@@ -295,7 +294,7 @@ def length_of(sampler: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Shipping:
-    """What is the same for all epochs of a loader whose batches rank 0 ships."""
+    """The facts that are the same for all epochs of a loader whose batches rank 0 ships."""
 
     world: World
     #: The number of the loader, the same on all ranks.
@@ -448,7 +447,7 @@ class DrawnBatches:
         """Return the next portion on rank 0; None on the others.
 
         Raises:
-            LockstepError: what draws failed.
+            LockstepError: the sampler failed.
             CheckpointMismatch: it draws other batches than before.
         """
         if not self._world.is_main:

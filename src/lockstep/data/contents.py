@@ -165,8 +165,9 @@ def _rows_of(dataset: Any) -> str:
 def fingerprint(tree: Any) -> str:
     """Return a digest of the contents of ``tree``: equal contents have equal fingerprints on every rank.
 
-    What is neither data nor a container is told by its pixels or elements if it gives itself as an array (images), and
-    else by its attributes. Empty: nothing at all is known of the contents, as of objects that have neither.
+    An object that is neither data nor a container is identified by its pixels or elements if it can be converted to an
+    array (images), and otherwise by its attributes. Empty: nothing is known of the contents, as of objects that have
+    neither.
     """
     telling = _Telling()
     telling.add(tree)
@@ -242,7 +243,7 @@ class _Telling:
 
 
 def _elements_of(thing: Any) -> np.ndarray[Any, Any] | None:
-    """Return the elements of what gives itself as an array; None: it does not, or it can't."""
+    """Return the elements of an object that can be converted to an array; None: it can't be."""
     try:
         if not hasattr(thing, "__array_interface__") and not hasattr(thing, "__array__"):
             return None

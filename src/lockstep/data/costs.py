@@ -4,11 +4,12 @@ Note [Parts of equal cost]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 Where samples differ in cost (the length of a text, an image's pixels), ranks with equally many of them take different
 times for a step, and all wait for the slowest. So a global batch, which stays what it is, is divided such that the
-parts cost about the same: samples in order of falling cost, each to the part that has least so far (LPT, "longest
-processing time first": Graham, "Bounds on multiprocessing timing anomalies", 1969; the dearest part is at most 4/3 of
-what the best division has). Ties go to the sample that comes first in the batch, and to the part with fewer samples,
-then to the lower number, so that every rank computes the same division. Within a part samples keep their order. The
-parts have different numbers of samples, which is why means are weighted: Note [Exact mean] in ``step/share.py``.
+parts cost about the same: samples in order of falling cost, each to the part that costs least so far (LPT, "longest
+processing time first": Graham, "Bounds on multiprocessing timing anomalies", 1969; the most expensive part costs at
+most 4/3 of that in the best division). Ties go to the sample that comes first in the batch, and to the part with fewer
+samples, then to the lower number, so that every rank computes the same division. Within a part samples keep their
+order. The parts have different numbers of samples, which is why means are weighted: Note [Exact mean] in
+``step/share.py``.
 
 Slices are such parts, too, and know nothing of ranks: with ``slices=8`` a batch is divided into eight slices of equal
 cost on any number of ranks, and the bits are the same. They are not those of slices of equal number.
@@ -41,7 +42,7 @@ Parts = Sequence[Sequence[int]]
 
 
 class SampleCosts(Protocol):
-    """Where the costs of samples come from."""
+    """The source of the costs of samples."""
 
     @property
     def is_told_by_rank_0(self) -> bool:
@@ -50,7 +51,7 @@ class SampleCosts(Protocol):
 
     @property
     def fact(self) -> str:
-        """What must be the same on every rank."""
+        """The fact about the costs that must be the same on every rank."""
         ...
 
     def of(self, indices: torch.Tensor) -> torch.Tensor:
@@ -107,7 +108,7 @@ class CostFunction:
 
 
 class CostsOfSampler:
-    """What a batch sampler yields beside the indices; the one that draws the batches takes them."""
+    """The costs that a batch sampler yields beside the indices; they are read where the batches are drawn."""
 
     is_told_by_rank_0 = True
     fact = "what the batch sampler yields"
@@ -127,7 +128,7 @@ def read_costs(given: object, dataset: Any, *, is_stream: bool, draws_batches: b
         draws_batches: whether the loader has a batch sampler that is drawn.
 
     Raises:
-        TypeError: they are no costs, or not numbers.
+        TypeError: they are not costs, or not numbers.
         ValueError: they don't fit the loader, or one is negative, infinite or NaN.
     """
     if given is None:
@@ -208,7 +209,7 @@ def parts_of_equal_cost(
 
 @dataclass
 class Balance:
-    """How long the dearest rank takes for a batch, added up over batches, in units of cost."""
+    """The cost of the most expensive rank in a batch, added up over batches."""
 
     batches: int = 0
     #: With parts of equal number, with parts of equal cost, and if the whole could be divided exactly.
@@ -235,7 +236,7 @@ def _dearest(costs: Sequence[float], parts: Parts, shares: Sequence[float]) -> f
 
 
 class Division(Protocol):
-    """How a global batch is divided among ranks, or into slices; the same on every rank."""
+    """The division of a global batch among ranks, or into slices; the same on every rank."""
 
     def among_ranks(self, count: int, costs: torch.Tensor | None, *, rank: int) -> tuple[Sequence[int], Sequence[int]]:
         """Return the places of a rank's samples, and how many each rank has; empty if the shares say so.
@@ -243,7 +244,7 @@ class Division(Protocol):
         Args:
             count: samples of the batch.
             costs: of its samples.
-            rank: whose places.
+            rank: the rank whose places are returned.
         """
         ...
 
@@ -261,7 +262,7 @@ class Division(Protocol):
 
     @property
     def balance(self) -> Balance | None:
-        """What parts of equal cost have won so far; None: they have equal numbers."""
+        """The gain by parts of equal cost so far; None: the parts have equal numbers."""
         ...
 
 

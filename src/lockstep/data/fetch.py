@@ -125,11 +125,11 @@ class Pass(Protocol):
         ...
 
     def beside(self, fetched: Iterator[Fetched], number: int) -> Iterator[Fetched]:
-        """Return what this rank has of the batches from ``number`` on, as its loop asks for it. **Collective** for some
-        numbers, the same on all ranks: before a rank needs what others must tell it.
+        """Return this rank's shares of the batches from ``number`` on, as its loop asks for them. **Collective** for
+        some numbers, the same on all ranks: before a rank needs what others must tell it.
 
         Args:
-            fetched: what the inner DataLoader gives: those batches, or of a stream all of the epoch.
+            fetched: the batches of the inner DataLoader: those, or for a stream all of the epoch.
             number: the first batch that was not used yet.
         """
         ...
@@ -236,7 +236,7 @@ def collated(samples: list[Any], collate: Collate, *, empty: bool, seed: int | N
 
 
 def copied(sample: Any) -> Any:
-    """Return a copy for a ``collate_fn`` that may change it; what can't be copied, itself."""
+    """Return a copy for a ``collate_fn`` that may change it; an object that can't be copied is returned itself."""
     try:
         return copy.deepcopy(sample)
     except Exception:  # noqa: BLE001  (whatever a class of a user's raises: most collate_fns leave samples as they are)

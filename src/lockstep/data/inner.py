@@ -84,7 +84,7 @@ def inner_loader(
         generator: for the workers' base seed.
         pinned: whether batches go to page-locked memory.
         seeded: whether samples are.
-        cut: what becomes of the samples of a stream; None: the dataset is none.
+        cut: cuts the samples of a stream into shares; None: the dataset is not a stream.
     """
     given, traced = source.loader, knobs.trace() is not None
     dataset: FetchingDataset | StreamDataset

@@ -1,4 +1,4 @@
-"""What a sharded loader has handed out in its last pass, for outputs that are gathered in order."""
+"""The samples that a sharded loader has handed out in its last pass, for outputs that are gathered in order."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class LastPass:
             self.indices = array("q")
 
     def handed_out(self, loader: int, *, total: int | None, order: torch.Tensor | None, unfinished: str) -> HandedOut:
-        """Return what this rank was given.
+        """Return the samples that this rank was given.
 
         Args:
             loader: the loader's number.
             total: the samples of an epoch; None: the length of the stream is not known.
             order: as for :class:`~lockstep.comm.in_order.places.HandedOut`.
-            unfinished: why no pass is a whole one; empty if it may be.
+            unfinished: the reason why no pass can be a whole one; empty if it may be.
         """
         began = self._began
         unfinished = unfinished or self._why_unfinished()

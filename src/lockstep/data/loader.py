@@ -81,21 +81,22 @@ def shard(
     small batch included (unless ``drop_last``); nothing is padded or repeated. The order is the same for every world
     size and is shuffled anew for each epoch automatically; ``set_epoch`` does nothing. While your loop holds a batch,
     ``world.share`` holds the number of the global batch's samples on this rank, which makes means over unequal slices
-    exact. Where the last global batch has fewer samples than there are ranks, some ranks get a batch of zero samples
-    (of the right dtypes and trailing shapes), so that every rank takes every step.
+    exact. If the last global batch has fewer samples than there are ranks, some ranks get a batch of zero samples (of
+    the right dtypes and trailing shapes), so that every rank takes every step.
 
     The DataLoader itself is left as it was. Its workers are divided among the ranks of a machine (rounded down, at
-    least one each if there were any). An iterable dataset that splits itself is divided so, too; any other is read once
-    a machine, by all of them: see Note [Streams] in ``data/streams/passes.py``.
+    least one each if there were any). The workers that read an iterable dataset are divided in this way if it splits
+    itself; otherwise all workers belong to the one rank that reads it for the machine: see Note [Streams] in
+    ``data/streams/passes.py``.
 
-    Samplers: ``shuffle=True`` and no shuffling are ordered by lockstep. With any other sampler rank 0 draws the order
-    at the beginning of each epoch, with its generator seeded from (seed, epoch), and all ranks get that order;
-    beginning a pass is then **Collective**. So is the first batch of a stream; any later one comes from the rank that
-    reads it, and each one of a stream that splits itself is **Collective**.
+    Samplers: with ``shuffle=True`` and without shuffling, lockstep makes the order. With any other sampler rank 0 draws
+    the order at the beginning of each epoch, with the sampler's generator seeded from (seed, epoch), and all ranks get
+    that order; beginning a pass is then **Collective**. So is the first batch of a stream (later ones come from the
+    rank that reads it), and every batch of a stream that splits itself.
 
-    Batch samplers: one of your own (buckets of lengths, a number of tokens, some of each class) draws the *global*
-    batches, of whatever size, and each is cut into shares. Rank 0 alone asks it, for some hundred batches at a time,
-    so that asking for a batch is **Collective** now and then: Note [Drawn batches] in ``data/batches.py``.
+    Batch samplers: a batch sampler of your own (buckets of lengths, a number of tokens, some of each class) draws the
+    *global* batches, of any size, and each is cut into shares. Only rank 0 asks the sampler, for some hundred batches
+    at a time, so that now and then asking for a batch is **Collective**: Note [Drawn batches] in ``data/batches.py``.
 
     Args:
         loader: the DataLoader to share among the ranks.
@@ -105,30 +106,29 @@ def shard(
             the same at every world size and after a resume: Note [Sample seeds] in ``data/seeding.py``. Only the
             generators that samples draw from are seeded; a sample that draws for the first time, and those of its
             batch, are fetched twice. A dataset that can fetch a whole batch at once (``__getitems__``) is asked sample
-            by sample once it draws. Of a stream nothing is fetched twice, and without seeds
-            it is seeded where a pass begins.
+            by sample once it draws. From a stream nothing is fetched twice; with False the generators are seeded only
+            when a pass over a stream begins.
         to_device: on a CUDA rank, pin the memory and copy each batch to ``world.device`` while the one before it is in
             use. On a CPU rank batches are handed over as they are.
         slices: cut every global batch into this many slices at any world size; a rank goes through several, one after
-            the other, or through none. The loop is over :meth:`ShardedLoader.steps`, and trains to the same bits on
-            any number of ranks: docs/exactness.md. Deterministic algorithms are switched on, and one thread computes.
-            For ``"auto"`` and more options see :class:`lockstep.Slices`.
+            the other, or through none. Loop over :meth:`ShardedLoader.steps`; the results have the same bits on any
+            number of ranks: docs/exactness.md. This switches deterministic algorithms on, and sets the number of
+            threads to one. For ``"auto"`` and more options see :class:`lockstep.Slices`.
         shares: each rank's proportion of each global batch, one positive number for each:
-            ``[2, 1]`` for a rank that is twice as fast as the other. Contiguous and in order of rank as ever, each less
-            than one sample from its exact part, and means are exact as ever. With slices, give it to them:
-            ``slices=lockstep.Slices(8, shares=[2, 1])``.
+            ``[2, 1]`` for a rank that is twice as fast as the other. Shares are still contiguous and in order of rank,
+            each less than one sample from its exact part, and means are still exact. With slices, pass the proportions
+            to them: ``slices=lockstep.Slices(8, shares=[2, 1])``.
         costs: what samples cost (the lengths of texts), so that the parts of a global batch cost the same, instead of
             having the same number of samples. The batch stays what it is and means are exact, but parts are not
             contiguous: Note [Parts of equal cost] in ``data/costs.py``. A number of 0 or more for each sample of the
-            dataset, in any unit; a function from an index to it, which is asked on rank 0; or ``"sampler"``: each batch
-            of the batch sampler is then a pair of its indices and their costs. With ``shares`` the costs are in their
-            proportion; with ``slices`` each slice costs the same, on any number of ranks.
+            dataset, in any unit; a function from an index to that number, which rank 0 calls; or ``"sampler"``: each
+            batch of the batch sampler is then a pair of its indices and their costs. With ``shares`` the costs are in
+            their proportion; with ``slices`` each slice costs the same, on any number of ranks.
         stream: how an iterable dataset is read. ``"whole"``: all of it, once a machine, and each rank gets its share of
             every global batch. ``"parts"``: the dataset gives each rank a part of its own, of which a rank takes as
             many samples as its share of a batch has; parts may be unequal: Note [Parts of a stream] in
-            ``data/streams/parts.py``. None: as the dataset says, which those of webdataset, Hugging Face, MosaicML
-            Streaming, LanceDB and LitData do; one that says nothing is read whole. The ranks compare their first
-            batches in either case.
+            ``data/streams/parts.py``. None: as the dataset itself says (those of webdataset, Hugging Face, MosaicML
+            Streaming, LanceDB and LitData do), otherwise whole. The ranks compare their first batches in either case.
 
     Raises:
         LockstepError: ``lockstep.init()`` has not been called.
@@ -304,8 +304,8 @@ class ShardedLoader:
 
     @property
     def batch_sampler(self) -> Any:
-        """The DataLoader's own batch sampler, which rank 0 asks for the global batches; an attribute only where it has
-        one.
+        """The DataLoader's own batch sampler, which rank 0 asks for the global batches; the attribute exists only if
+        there is one.
 
         If it has no ``set_epoch``, one is added that only warns.
         """
@@ -320,7 +320,8 @@ class ShardedLoader:
 
     @property
     def batch_size(self) -> int | None:
-        """The number of samples of a global batch: of all ranks together. None: a batch sampler decides it for each."""
+        """The number of samples of a global batch, of all ranks together. None: a batch sampler decides it for each
+        batch."""
         return self._source.batch_size
 
     @property
@@ -334,7 +335,8 @@ class ShardedLoader:
         return self._inner.num_workers
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing but warn of that, once: each pass moves to the next epoch by itself, also after a resume.
+        """Do nothing, and warn once that it does nothing: each pass moves to the next epoch by itself, also after a
+        resume.
 
         The method exists because every script with a DistributedSampler calls it.
         """
@@ -381,8 +383,8 @@ class ShardedLoader:
 
     @property
     def batches_left(self) -> int:
-        """The number of batches left in the pass under way, or in the next one; with a batch sampler, by what it says
-        until all of them are drawn."""
+        """The number of batches left in the pass under way, or in the next one; with a batch sampler, the number that
+        its ``len()`` implies until all batches are drawn."""
         if self.batch_size is not None:
             return self._count_batches(start=self._cursor.samples)
         drawn = self._epochs.count if self._cursor.in_epoch else None
@@ -408,8 +410,9 @@ class ShardedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the loop's position, in JSON types; the same on every rank, and valid for any world size.
 
-        Inside an epoch of a stream that splits itself by rank it is valid for as many ranks only, and if the dataset
-        has a ``state_dict``, each rank's holds its own: Note [States of streams] in ``data/streams/reading.py``.
+        Inside an epoch of a stream that splits itself by rank, the position is valid for the same number of ranks only;
+        and if the dataset has a ``state_dict``, each rank's position holds its own: Note [States of streams] in
+        ``data/streams/reading.py``.
 
         The batch in hand counts as done, batches fetched ahead do not. Between passes the position is the beginning of
         the next epoch.
@@ -502,7 +505,7 @@ class ShardedLoader:
         return PositionNow(cursor, lambda: self._state_at(cursor, None, slices, is_over=over).to_json())
 
     def _settings(self, *, batch: int) -> dict[str, Any]:
-        """Return what the samples of a global batch, and of each rank's part of it, follow from, in JSON's types."""
+        """Return the settings that decide the samples of a global batch, and of each rank's part, in JSON's types."""
         source, slicing = self._source, self._slicing
         return {
             "order": source.order,
@@ -525,7 +528,7 @@ class ShardedLoader:
             slicing.cut_into(saved.slices)
         other = saved.other_bits_than(self._state())
         if other and self._world.is_main:
-            callsite.warn(f"this run continues with other bits than without the interruption: {other}")
+            callsite.warn(f"from here on the bits differ from those of an uninterrupted run: {other}")
 
     # A pass.
 
@@ -687,7 +690,7 @@ class ShardedLoader:
             self._tell_balance()
 
     def _tell_balance(self) -> None:
-        """Leave a note on rank 0 of what parts of equal cost have won since the last one."""
+        """Leave a note on rank 0 of the gain by parts of equal cost since the last note."""
         balance = self._division.balance
         if balance is not None and balance.batches and self._world.is_main:
             notes.tell(notes.COSTS, **balance.take())

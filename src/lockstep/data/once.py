@@ -7,9 +7,9 @@ One rank of each machine loads, and packs what it has loaded into memory without
 packs, that rank has the data twice. The kernel frees the memory when the last rank that holds a part of it has let go
 of it or has ended, however it ended.
 
-Nobody can write to it: what one rank wrote would change under the others. Arrays are marked as read-only, so that NumPy
-raises an error. torch has no such mark for tensors, so a write to one of them reaches the kernel, which ends the rank
-with SIGSEGV; Python's faulthandler is switched on to show the line.
+No rank can write to the memory, since a write would change the data of all. Arrays are marked as read-only, so that
+NumPy raises an error. torch has no such mark for tensors, so a write to one of them reaches the kernel, which ends the
+rank with SIGSEGV; Python's faulthandler is switched on to show the line.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ def once_per_machine(load: Callable[[], Loaded]) -> Loaded:
         images, labels = lockstep.once_per_machine(lambda: (np.load("images.npy"), np.load("labels.npy")))
         dataset = TensorDataset(torch.from_numpy(images), torch.from_numpy(labels))
 
-    One rank of each machine calls ``load``; the others wait for it, as long as the world's timeout
-    (``lockstep.init(timeout=…)``). It holds the data twice for a while. The memory is given back when all ranks have
-    let go of all that is on it, and whenever they end.
+    One rank of each machine calls ``load``; the others wait for it, at most for the world's timeout
+    (``lockstep.init(timeout=…)``). The rank that loads holds the data twice for a while. The memory is freed when no
+    rank uses any of the data any more, and when the ranks end.
 
-    A write to an array is a ValueError. torch can't refuse a write to a tensor, so that it ends the rank with SIGSEGV,
-    after a stack with its line; ``tensor.clone()`` may be written to. So it is in a world of one rank, too.
+    A write to an array is a ValueError. torch can't refuse a write to a tensor, so a write ends the rank with SIGSEGV,
+    after a stack that shows the line; write to ``tensor.clone()`` instead. The same holds in a world of one rank.
 
     Args:
         load: returns tensors on the CPU, arrays of numbers, texts or dates, and plain values (None, bool, numbers, str,
-            bytes), in tuples, lists, dicts, named tuples, dataclasses and mappings. Tensors and arrays are shared; all
-            else is made anew on each rank, so let many texts be an array. Called once on each machine; it must not be
-            collective.
+            bytes), in tuples, lists, dicts, named tuples, dataclasses and mappings. Tensors and arrays are shared;
+            everything else is copied to each rank, so put many texts into an array. It is called once on each machine,
+            and must not be collective.
 
     Raises:
         LockstepError: ``lockstep.init()`` has not been called, or ``load`` failed on another rank.

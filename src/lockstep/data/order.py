@@ -1,4 +1,4 @@
-"""Which sample comes when, and on which rank: arithmetic, but for the order that a user's own sampler draws.
+"""The order of the samples, and their ranks: arithmetic, except for the order that a user's own sampler draws.
 
 Note [Global order]
 ~~~~~~~~~~~~~~~~~~~

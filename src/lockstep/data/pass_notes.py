@@ -1,12 +1,12 @@
-"""What a loader leaves in the record of its run: enough to tell the samples of any step afterwards.
+"""The notes of a loader in the record of its run: enough to find the samples of any step afterwards.
 
 Note [Passes in the record]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Which samples a global batch has follows from the loader's settings and the batch's place (Note [Global order] in
-``data/order.py``), so no batch is written down. What can't be computed is which batch a step took: a script decides
-how many batches make a step, when it leaves a loop, and what it evaluates in between. So rank 0 notes for a pass at
-which step and position it began, what the first batches did to the count of steps, and how many steps and batches it
-had in the end.
+``data/order.py``), so no batch is written down. It can't be computed which batch a step took: a script decides how many
+batches make a step, when it leaves a loop, and what it evaluates in between. So rank 0 notes for a pass at which step
+and position it began, what the first batches did to the count of steps, and how many steps and batches it had in the
+end.
 
 Passes are mostly alike: each begins where the one before ended, and has as many steps and batches. Of these only their
 number is noted: at 1, 2, 4, 8 and so on, once a second if passes are long, and before anything else is. Of passes in
@@ -50,7 +50,7 @@ class PassNotes:
 
     Args:
         number: of the loader, in the order in which a process has sharded them.
-        tells: whether this rank does so; one does.
+        tells: whether this rank leaves notes; only one does.
     """
 
     def __init__(self, number: int, *, tells: bool) -> None:
@@ -73,7 +73,7 @@ class PassNotes:
 
         Args:
             cursor: the position of its first batch.
-            settings: what the samples of its batches follow from, in JSON's types.
+            settings: the settings that decide the samples of its batches, in JSON's types.
             in_hand: whether the loop has the first batch already.
         """
         if not self._tells:

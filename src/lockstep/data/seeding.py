@@ -2,19 +2,19 @@
 
 Note [Sample seeds]
 ~~~~~~~~~~~~~~~~~~~
-What a sample draws from the generators of torch (CPU), Python and NumPy's legacy interface is decided by (seed, epoch,
-position of the sample in the epoch's order). So a sample is augmented the same way on any rank, in any worker process,
-in a world of any size, and after a resume in the middle of an epoch; and differently in the next epoch, or when a
-sampler draws it twice in one. The position is used rather than the sample's index for the sake of the latter.
+The numbers that a sample draws from the generators of torch (CPU), Python and NumPy's legacy interface are decided by
+(seed, epoch, position of the sample in the epoch's order). So a sample is augmented the same way on any rank, in any
+worker process, in a world of any size, and after a resume in the middle of an epoch; and differently in the next epoch,
+or when a sampler draws it twice in one. The last case is why the position is used, not the sample's index.
 
 Seeding the three takes longer than many a dataset takes for a sample, and most draw from one of them or from none. So a
 generator is seeded for each sample only once a sample was seen to draw from it. Until then it rests, in a state that
 (seed, epoch) decide, and is looked at after each batch: if it has moved, the batch is fetched once more, with it seeded
 before each sample. Of the first batch of all the first sample is looked at alone, so that a dataset that always draws
-is asked twice for that one (unless it fetches whole batches, which is worth more). What is handed out is the same as if
-all three were always seeded. A dataset can read a generator without moving it (``torch.initial_seed()``, or drawing
-within a context that restores the state afterwards): it then finds the resting state, the same for all samples of the
-epoch, at any number of ranks.
+is asked twice for that one (unless it fetches whole batches, which is worth more). The samples are the same as if all
+three were always seeded. A dataset can read a generator without moving it (``torch.initial_seed()``, or drawing within
+a context that restores the state afterwards): it then finds the resting state, the same for all samples of the epoch,
+at any number of ranks.
 
 The samples of a stream can't be asked for twice, so all three are seeded before each. Where the user wants no seeds,
 they are seeded when a pass opens the stream and before its first two samples, and are its own from there on: what it
@@ -32,7 +32,7 @@ Only rank 0 asks a user's sampler for its order, and an interrupted epoch has to
 draws, the common generators are seeded from (seed, epoch), and so are those that it holds itself, or that samplers it
 is made of hold: ``torch.Generator``, ``random.Random``, and NumPy's of both kinds. Between two portions of an epoch,
 and after it, all of them are back in the states that they had: a script that shares one with a sampler draws from it
-the same numbers on every rank. A generator that a sampler makes in ``__iter__`` is its own affair.
+the same numbers on every rank. A generator that a sampler makes in ``__iter__`` is left alone.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class SampleSeeds:
     ) -> list[Sample]:
         """Return the samples at ``positions`` of the epoch's order.
 
-        Afterwards the generators are anywhere: the caller puts them back.
+        Afterwards the generators are in any state: the caller restores them.
 
         Args:
             epoch_key: a number for the seed and the epoch, unlike those of all others.
@@ -158,7 +158,8 @@ class SampleSeeds:
         return bool(moved)
 
     def _let_rest(self, epoch_key: int) -> dict[int, Any]:
-        """Put the generators that nothing was seen to draw from into the epoch's state; return it, by their number."""
+        """Put the generators that no sample was seen to draw from into the epoch's state; return it, by their
+        number."""
         if self._rest[0] != epoch_key:
             seed_generators(epoch_key)
             self._rest = (epoch_key, _states())
@@ -170,9 +171,10 @@ class SampleSeeds:
 
 
 class OwnNumbers:
-    """Random numbers that go on where they were: nothing that is drawn meanwhile changes them, and they change nothing.
+    """Random numbers that continue where they were: other draws in between do not change them, nor do they change other
+    draws.
 
-    What draws them seeds the common generators itself when it begins.
+    The code that draws them seeds the common generators itself when it begins.
     """
 
     def __init__(self) -> None:

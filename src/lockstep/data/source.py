@@ -72,7 +72,7 @@ class Shardable:
             if said is None:
                 return self
             raise ValueError(
-                f"stream={said!r}: the dataset {type(self.loader.dataset).__name__} is no stream (IterableDataset): "
+                f"stream={said!r}: the dataset {type(self.loader.dataset).__name__} is not a stream (IterableDataset): "
                 "leave it out"
             )
         split_by = read_stream_option(said, self.loader.dataset, rank=rank, world_size=world_size)

@@ -1,4 +1,4 @@
-"""split(): this rank's part of a list, or of a loop, for work that is no training: predictions, preprocessing.
+"""split(): this rank's part of a list, or of a loop, for work other than training: predictions, preprocessing.
 
 Note [Contiguous parts]
 ~~~~~~~~~~~~~~~~~~~~~~~
@@ -40,7 +40,7 @@ _REMEDY = (
 
 @of_all_ranks("lockstep.split()")
 def split(items: Iterable[Item] | Dataset[Item], *, strided: bool = False) -> Split[Item]:
-    """**Collective.** Return this rank's part of ``items``: over the ranks each item comes exactly once.
+    """**Collective.** Return this rank's part of ``items``: each item is in the part of exactly one rank.
 
     ::
 
@@ -57,8 +57,8 @@ def split(items: Iterable[Item] | Dataset[Item], *, strided: bool = False) -> Sp
             unknown length: each rank then goes through all of it and takes every n-th item of n ranks, so let it yield
             what is cheap to make (names, not images). Its contents can't be compared, only its number of items, by
             :meth:`World.gather_in_order`; an iterator, like a generator, can be gone through once.
-        strided: take every n-th item of a list instead of a contiguous part: fairer where the cost depends on the
-            place, as in texts sorted by length. See Note [Contiguous parts] in ``data/split.py``.
+        strided: take every n-th item of a list instead of a contiguous part: fairer if the cost depends on the
+            position, as in texts sorted by length. See Note [Contiguous parts] in ``data/split.py``.
 
     Raises:
         LockstepError: ``lockstep.init()`` has not been called.
@@ -87,8 +87,8 @@ class Split(Dataset[Item]):
     """One rank's part of some items, in their order. Made by :func:`split`; iterates, and counts and indexes if it can.
 
     Args:
-        items: those of all ranks.
-        rank: whose part it is.
+        items: the items of all ranks.
+        rank: the rank whose part this is.
         world_size: the number of parts.
         length: the number of all items; None: it is not known.
         strided: whether the parts are strided rather than contiguous.

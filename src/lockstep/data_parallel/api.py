@@ -30,21 +30,22 @@ class DataParallel(nn.Module):
     """A module that runs on several devices of one process at once, each on its part of the batch.
 
     Takes torch's arguments with torch's meanings: inputs are cut along ``dim`` (in tuples, lists, dicts,
-    dataclasses and packed sequences too), all else is handed to every replica, outputs come back in order, gradients
-    sum into the original module, whose buffers are those of the first replica. The module stands in ``.module``, and
-    keys of ``state_dict()`` begin with ``module.``. Its parameters and buffers must be on ``device_ids[0]``.
+    dataclasses and packed sequences too), everything else is passed to every replica, outputs come back in order, and
+    gradients are added up in the original module, whose buffers are those of the first replica. The module is
+    ``.module``, and keys of ``state_dict()`` begin with ``module.``. Its parameters and buffers must be on
+    ``device_ids[0]``.
 
-    What differs from torch: replicas are kept, and what has not changed is not copied again (:attr:`copies` counts);
-    the loss can be computed where the outputs are; and outputs are put together along the dimension that holds the
-    samples (Note [Which dimension] in ``gather.py``), not along the first one whatever it means.
+    What differs from torch: replicas are kept, and unchanged tensors are not copied again (:attr:`copies` counts); the
+    loss can be computed where the outputs are; and outputs are concatenated along the dimension that holds the samples
+    (Note [Which dimension] in ``gather.py``), not always along the first one.
 
     With a ``criterion``, ``model(inputs, target=labels)`` returns the mean loss over all samples, a scalar on
-    ``output_device``; ``model(inputs)`` returns outputs as ever.
+    ``output_device``; ``model(inputs)`` still returns the outputs.
 
     Args:
         module: the module, on the first device.
         device_ids: one device for each replica, as indices of accelerators, strings or devices. None means all
-            accelerators, and the bare module where there are none. ``["cpu", "cpu"]`` makes two replicas on the CPU.
+            accelerators, or the bare module if there are none. ``["cpu", "cpu"]`` makes two replicas on the CPU.
         output_device: the device on which outputs are gathered; ``device_ids[0]`` if None.
         dim: the dimension of the inputs that holds the samples.
         criterion: ``criterion(output, target)``, computed on each device on that replica's samples. A scalar is taken
@@ -55,12 +56,12 @@ class DataParallel(nn.Module):
             one value for each replica does. If None, the dimension is read off the sizes.
         chunk_sizes: samples for each replica, for devices that are unequal; batches of other sizes are cut in the same
             proportion.
-        check_contents: notice edits in place through ``.data`` as well, which no counter of torch's shows. It
-            reads parameters that seem unchanged once in every forward, on their devices; False saves that.
+        check_contents: also notice edits in place through ``.data``, which torch does not record. This reads parameters
+            that seem unchanged once in every forward, on their devices; False saves that.
 
     Raises:
-        ValueError, TypeError: an argument makes no sense, or the module can't be replicated (it has lazy parameters,
-            or is scripted).
+        ValueError, TypeError: an argument is invalid, or the module can't be replicated (it has lazy parameters, or is
+            scripted).
     """
 
     module: nn.Module

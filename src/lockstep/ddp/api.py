@@ -69,10 +69,10 @@ def replicate(
     returned as it is, compared and made equal.
 
     Parameters that are frozen now and unfrozen later join in at the next forward (all ranks must unfreeze the same).
-    Parameters must not be added, replaced or converted afterwards: the next step says so. ``torch.autograd.grad``,
-    transforms of torch.func and inner backwards send nothing. Compiled autograd is refused. A rank must not leave out a
-    backward that the others run, nor run it with another batch; see Notes [Left-out backwards] and [Batches compared].
-    :func:`release` undoes it all.
+    Parameters must not be added, replaced or converted afterwards: the next step raises an error.
+    ``torch.autograd.grad``, transforms of torch.func and inner backwards send nothing. Compiled autograd is refused. A
+    rank must not leave out a backward that the others run, nor run it with another batch; see Notes [Left-out
+    backwards] and [Batches compared]. :func:`release` undoes it all.
 
     Names in ``model._ddp_params_and_buffers_to_ignore``, which torch's DDP reads, are left alone. Models whose
     parameters the ranks hold in parts (FSDP, tensor parallelism) are refused, as are those on the meta device and
@@ -85,49 +85,49 @@ def replicate(
         bucket_cap_mb: MiB of gradients that are averaged at once; 25 if None.
         first_bucket_mb: MiB of the first bucket, small so that communication starts early.
         broadcast_buffers: send rank 0's buffers to all ranks at construction and around every training step.
-        find_unused_parameters: parameters that get no gradient always work; True says that they are expected and
-            ends the warning that names those that no rank used.
-        check_finite: what happens if gradients are infinite or NaN. "step": ``grad`` holds what torch's DDP would
-            leave there, and if an optimizer steps with it all the same, this step is left out on all ranks: parameters
-            and the optimizer's state stay as they are, and a warning names rank and parameter. 100 such steps in a row
-            are an error. On a GPU the step is taken, and all ranks raise NonFiniteGradient in the next backward. See
-            Note [Averages that are not finite] in guard.py. "off": nothing. The others look before the average is made,
-            and read the gradients once more for it, also on a GPU: "warn" continues; with "skip" every ``grad`` is None
-            on all ranks (a GradScaler, which skips such steps itself, refuses to step without gradients); "raise" is
+        find_unused_parameters: parameters that get no gradient always work; True silences the warning that names those
+            that no rank used.
+        check_finite: what happens if gradients are infinite or NaN. "step": ``grad`` holds what torch's DDP would leave
+            there, and if an optimizer steps with it, all ranks skip that step: parameters and the optimizer's state
+            stay as they are, and a warning names rank and parameter. 100 such steps in a row are an error. On a GPU the
+            step is taken, and all ranks raise NonFiniteGradient in the next backward. See Note [Averages that are not
+            finite] in guard.py. "off": nothing is checked. The other values check before averaging, for which they read
+            the gradients once more, also on a GPU: "warn" continues; "skip" makes every ``grad`` None on all ranks (a
+            GradScaler, which skips such steps itself, refuses to step without gradients); "raise" raises
             NonFiniteGradient on all ranks.
         gradient_as_bucket_view: let every ``grad`` be a view of its bucket, which saves a copy of the gradients. The
             same memory is used again in the next step, unless you still hold the gradient (or a slice or a NumPy array
             of it): then it stays as it is, as in one process.
-        overlap: average a bucket as soon as it is full, during backward. False: all at the end, which a graph
-            that changes from step to step under re-entrant checkpointing needs. None: True, but over a backend that
-            reduces in its own memory ("shm") everything is one bucket for each dtype, whatever its size, that is
+        overlap: average a bucket as soon as it is full, during backward. False: average all at the end, as needed for a
+            graph that changes from step to step under re-entrant checkpointing. None: True, except that over a backend
+            that reduces in its own memory ("shm") all gradients of a dtype are one bucket, whatever its size, that is
             averaged in place at the end; see Note [One reduction] in reducer.py.
         init_sync: send rank 0's parameters and buffers to all ranks now. If False they must be equal already.
         sync: None: average the gradients of every backward. A :class:`lockstep.LocalSteps`: let the ranks train apart
-            for some steps, and average what they have learned; for slow links. What this function says of gradients
-            does not hold then, and the options about buckets have no effect: docs/local_steps.md says what does.
-        compare_every: compare parameters and the state of optimizers with those of the other ranks while training, all
-            of it within this many averaged backwards; "auto": as often as it takes less than 0.5 % of the time, within
-            1024 at the latest; None or 0: never. See Note [Replicas compared] in drift.py. A difference is a
-            ReplicaMismatch on every rank, from the backward in which it is found. With None replicas may differ, so a
-            step with gradients that were never averaged isn't an error either: Note [Steps without an average] in
-            unaveraged.py.
-        same_batches: True says that all ranks train on the same batches on purpose. Otherwise a warning says so where
-            the inputs of the first three steps are the same on all ranks, and no sharded loader has handed them out: a
-            loader that nobody has sharded. A batch that is the same in each step is not meant. See Note [A loader that
-            nobody sharded] in same_batches.py.
+            for some steps, and average the changes of their parameters; for slow links. The statements here about
+            gradients do not hold then, and the options about buckets have no effect: see docs/local_steps.md.
+        compare_every: compare parameters and the state of optimizers with those of the other ranks while training,
+            everything within this many averaged backwards; "auto": as often as is possible in less than 0.5 % of the
+            time, and everything within 1024; None or 0: never. See Note [Replicas compared] in drift.py. A difference
+            is a ReplicaMismatch on every rank, from the backward in which it is found. With None replicas may differ,
+            so that a step with gradients that were never averaged is not an error either: Note [Steps without an
+            average] in unaveraged.py.
+        same_batches: True: all ranks train on the same batches on purpose. Otherwise a warning says so if the inputs of
+            the first three steps are the same on all ranks and no sharded loader has handed them out, as with a plain
+            DataLoader. There is no warning if the batch is the same in each step. See Note [A loader that nobody
+            sharded] in same_batches.py.
         precision: "bf16" or "fp16": compute each forward of the model inside :class:`torch.autocast`, on the kind of
             device that its first parameter is on, and return float32 where it would return either of these.
-            Parameters, gradients and the optimizer's state stay as they are. With "fp16" call
+            Parameters, gradients and the optimizer's state keep their dtype. With "fp16" call
             ``lockstep.scale_loss(loss).backward()``: small gradients would be lost in float16, and a backward from a
             loss that was not scaled is an error. A step whose gradients are infinite or NaN is left out on all ranks.
             See Notes [Autocast around forward] in forward_precision.py and [Scaled losses] in loss_scaling.py.
-        unknown: no other argument is taken; the error says what to do instead of those of torch's DDP.
+        unknown: no other argument is accepted; for those of torch's DDP the error says what to do instead.
 
     Raises:
         TypeError: an argument is unknown.
         ReplicaMismatch: on all ranks, before anything is sent, if a parameter's name, shape or dtype differs; and in a
-            later backward, if replicas no longer hold the same.
+            later backward, if the replicas' values differ.
         ValueError: an option is out of range; or, on all ranks, the model of some rank can't be a replica (lazy, sparse
             or sharded parameters, torch's SyncBatchNorm on the CPU, ...) or is one already.
         LockstepError: no process group is open.
@@ -171,7 +171,7 @@ _TORCHS = {
     "skip_all_reduce_unused_params": _NOTHING_TO_SAY,
     "batched_grad_copy": _NOTHING_TO_SAY,
     "lazy_bucket_allocation": _NOTHING_TO_SAY,
-    "forward_sync_buffers": "it is broadcast_buffers here",
+    "forward_sync_buffers": "its name here is broadcast_buffers",
     "bucket_cap_mb_list": "give first_bucket_mb for the first bucket and bucket_cap_mb for the others",
     "device_mesh": "give process_group=mesh.get_group()",
     "mixed_precision": "compute in low precision with precision='bf16' or 'fp16', and average in it with "
@@ -208,9 +208,9 @@ tracebacks.explainers.append(_explain_wrappers)
 def release(model: nn.Module) -> nn.Module:
     """Make a replica a plain module again: the inverse of :func:`replicate`.
 
-    Its backwards send nothing from then on, its gradients are tensors of their own, and the memory of the buckets is
-    given back. Gradients accumulated inside ``no_sync`` stay this rank's own. Call it on every rank: a rank that does
-    not waits in its next backward for those that did. The module may be replicated or wrapped again afterwards.
+    Its backwards then send nothing, its gradients are tensors of their own, and the memory of the buckets is freed.
+    Gradients accumulated inside ``no_sync`` stay this rank's own. Call it on every rank: a rank that does not waits in
+    its next backward for those that did. The module may be replicated or wrapped again afterwards.
 
     Args:
         model: one that :func:`replicate` returned, or a ``DistributedDataParallel``, whose forward then raises.

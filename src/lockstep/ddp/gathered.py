@@ -42,9 +42,9 @@ from lockstep.step.share import Items
 def gathered(rows: Tensor) -> Tensor:
     """**Collective.** Return the rows of all ranks, in order of rank, for a loss that is a function of all of them.
 
-    The backward through it is exact also where the ranks have different numbers of rows, with gradients that
-    :func:`lockstep.replicate` averages: those of one process that computes the loss of the whole batch. Every rank
-    computes the loss from what this returns; docs/gathered.md shows how. **Collective** in backward, too.
+    The backward through the result is exact, also if the ranks have different numbers of rows: the gradients that
+    :func:`lockstep.replicate` averages are those of one process that computes the loss of the whole batch. Every rank
+    computes the loss from the result; docs/gathered.md shows how. **Collective** in backward, too.
 
     Args:
         rows: this rank's rows: [samples, ...], of any floating dtype; all but the first dimension are the same on every
@@ -55,7 +55,7 @@ def gathered(rows: Tensor) -> Tensor:
 
     Raises:
         LockstepError: ``lockstep.init()`` has not been called, or a slice is in hand, which lacks samples.
-        ValueError: the ranks' rows have other shapes, dtypes or kinds of device than each other; on every rank.
+        ValueError: the ranks' rows differ in shape, dtype or kind of device; on every rank.
         CollectiveTimeout, PeerLost: another rank is late or gone.
     """
     world = current_world()

@@ -44,7 +44,7 @@ _TOGETHER = 1 << 22
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """Train replicas apart for some steps and average what they have learned: for links of some Mbit/s.
+    """Train replicas apart for some steps, then average the changes of their parameters: for links of some Mbit/s.
 
     For ``lockstep.replicate(model, sync=lockstep.LocalSteps())``. A step is a backward outside ``no_sync``, with
     whatever optimizers and scalers step after it. After ``every`` of them the round ends, before the next training
@@ -57,8 +57,8 @@ class LocalSteps:
             Nesterov's momentum of 0.9 and a learning rate of 0.7.
         compress: "int8" sends a byte for each parameter, and keeps the rounding error for the next round
             (see Note [Error feedback] in ``ddp/compression.py``); None sends float32.
-        overlap: train on while the average is under way. Its result is applied a quarter of a round later; see Note
-            [Overlapped rounds].
+        overlap: continue training while the average is under way. Its result is applied a quarter of a round later; see
+            Note [Overlapped rounds].
 
     Raises:
         TypeError, ValueError: an argument is of another type, or out of range.

@@ -55,13 +55,13 @@ _requires_grad = attrgetter("requires_grad")
 def scale_loss(loss: Tensor) -> Tensor:
     """Return ``loss`` times the loss scale, to call ``backward`` on.
 
-    For models that :func:`lockstep.replicate` was given with ``precision="fp16"``; where there is none, the loss itself
-    is returned, so that the same script trains in any precision. Gradients are divided by the scale before they are
-    added to ``grad``: what is averaged, clipped and logged has its true size. Nothing is sent. A step whose gradients
-    are infinite or NaN is left out on all ranks, and the scale changes by the rule of ``torch.amp.GradScaler``.
+    For models that were replicated with ``precision="fp16"``. If there is none, the loss itself is returned, so that
+    the same script trains in any precision. Gradients are divided by the scale before they are added to ``grad``, so
+    they have their true size when they are averaged, clipped and logged. Nothing is sent. A step whose gradients are
+    infinite or NaN is left out on all ranks, and the scale changes by the rule of ``torch.amp.GradScaler``.
 
     Args:
-        loss: floating point, of any shape; log this one, not what is returned.
+        loss: floating point, of any shape; log this loss, not the scaled one.
 
     Returns:
         The scaled loss, in float32 or, if the loss has it, float64.
@@ -93,10 +93,10 @@ class LossScale:
 
 
 def loss_scale() -> LossScale | None:
-    """Return the loss scale of this process, to log it.
+    """Return the loss scale of this process, for a log.
 
     Returns:
-        The scale, and how many steps were left out; None where no model was replicated with ``precision="fp16"``.
+        The scale, and how many steps were left out; None if no model was replicated with ``precision="fp16"``.
     """
     scale = scales.in_force()
     return None if scale is None else LossScale(scale.scale, scale.skipped)

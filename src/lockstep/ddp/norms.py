@@ -48,7 +48,7 @@ class GradNorms:
 
 @_torch.mark_untraced
 def grad_norms(model: nn.Module, *, norm_type: float = 2.0) -> GradNorms:
-    """Compute the norms of the gradients that ``model`` has now, of the whole and by layer.
+    """Compute the norms of the gradients that ``model`` has now, in total and by layer.
 
     After a backward of a replica they are the norms of the global batch and the same on every rank; inside ``no_sync``,
     or with ``sync=LocalSteps()``, they are of this rank's own gradients. Nothing is sent, and no device is waited for.
@@ -91,12 +91,12 @@ def clip_grad_norm_(
         parameters: a module, or parameters (one, or several), as for torch's function.
         max_norm: the greatest norm that the gradients may have.
         norm_type: the p of the p-norm; ``inf`` for the greatest absolute value.
-        error_if_nonfinite: raise where the norm is infinite or NaN; this waits for the device. If not, gradients become
+        error_if_nonfinite: raise if the norm is infinite or NaN; this waits for the device. False: gradients become
             zero or NaN then, as with torch's function.
         foreach: as for torch's function, for gradients that are in no bucket.
 
     Returns:
-        The norm before, of all gradients as one vector; 0-dim, to be logged as it is.
+        The norm before scaling, of all gradients as one vector; a 0-dim tensor, which can be logged as it is.
 
     Raises:
         RuntimeError: the norm is infinite or NaN, and ``error_if_nonfinite`` is set; nothing is changed then.

@@ -176,7 +176,7 @@ def _why_not(replica: Replica) -> str:
     if not reducer.params:
         return "it has no parameters that are trained, so nothing is averaged"
     if reducer.hook_name():
-        return f"a comm hook ({reducer.hook_name()}) averages the buckets, and what it sends is its own affair"
+        return f"a comm hook ({reducer.hook_name()}) averages the buckets, and a plan can't know what it sends"
     if reducer.sparse:
         return "sparse gradients are sent as what they hold, which differs from step to step"
     devices = {param.device for param in reducer.params}

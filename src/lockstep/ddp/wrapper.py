@@ -31,9 +31,9 @@ Device = int | str | torch.device
 class DistributedDataParallel(nn.Module, Joinable):
     """A module whose gradients are averaged over the ranks: torch's class of this name, over a replica of lockstep's.
 
-    **Collective** to construct. Takes torch's arguments in torch's order and with torch's meanings; the module stands
-    in ``.module``, and keys of ``state_dict()`` begin with ``module.``. :func:`lockstep.replicate` does the same
-    without wrapping. When the wrapper is gone the module is a plain one again, as after :func:`lockstep.release`.
+    **Collective** to construct. Takes torch's arguments in torch's order and with torch's meanings; the module is
+    ``.module``, and keys of ``state_dict()`` begin with ``module.``. :func:`lockstep.replicate` does the same without
+    wrapping. When the wrapper is gone the module is a plain one again, as after :func:`lockstep.release`.
 
     What differs from torch: parameters without a gradient work without ``find_unused_parameters``; gradients are
     weighted by the sharded loader's slices; a forward in evaluation mode sends nothing (see Note [Buffers]); a
@@ -43,13 +43,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         module: the module, on its device or devices.
         device_ids: ``[device]`` moves the inputs there first; None leaves them alone. One process drives one device.
         output_device: as an int, a device or a list with one of these; must be ``device_ids[0]``, where the outputs
-            are anyway.
+            already are.
         dim: has no effect (torch's uses it when it scatters to several devices, which it no longer does).
         broadcast_buffers: see Note [Buffers]; True if neither this nor ``forward_sync_buffers`` is given.
         init_sync: send rank 0's parameters and buffers to all ranks at construction.
         process_group: the ranks; the default group if None.
         bucket_cap_mb: MiB of gradients that are averaged at once; 25 if None.
-        find_unused_parameters: True ends the warning that names parameters no rank used.
+        find_unused_parameters: True silences the warning that names parameters no rank used.
         check_reduction: has no effect, as in torch.
         gradient_as_bucket_view: let every ``grad`` be a view of its bucket.
         static_graph: has no effect: what torch needs it for (re-entrant checkpointing, a parameter used in several
@@ -59,11 +59,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         mixed_precision: must be None: ``precision`` computes in low precision, and
             ``register_comm_hook(None, lockstep.bf16_compress_hook)`` averages in it.
         device_mesh: a mesh of one dimension, instead of ``process_group``.
-        skip_all_reduce_unused_params: has no effect: parameters that no rank uses travel in their bucket, for nothing.
+        skip_all_reduce_unused_params: has no effect: parameters that no rank uses are sent in their bucket at no extra
+            cost.
         bucket_cap_mb_list: MiB of the first bucket, the second, and so on, instead of ``bucket_cap_mb``.
         batched_grad_copy: has no effect: small gradients are always copied together.
-        forward_sync_buffers: as ``broadcast_buffers``, in whose place it comes, but with False buffers are still sent
-            at construction.
+        forward_sync_buffers: replaces ``broadcast_buffers``, except that with False buffers are still sent at
+            construction.
         lazy_bucket_allocation: has no effect: buckets are made at construction.
         overlap: see :func:`lockstep.replicate`.
         check_finite: see :func:`lockstep.replicate`.

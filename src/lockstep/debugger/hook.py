@@ -1,7 +1,7 @@
 """``breakpoint()`` on a rank, the error in whose frame it is held, and the end that ``q`` brings.
 
-Other debuggers stay what they are: one that ``PYTHONBREAKPOINT`` names, or that has put itself into
-``sys.breakpointhook``, is called as under ``python``.
+Other debuggers are left alone: one that ``PYTHONBREAKPOINT`` names, or that has put itself into ``sys.breakpointhook``,
+is called as under ``python``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RankDebugger:
         """Stop the program at a breakpoint.
 
         Raises:
-            NoTerminal: nobody could give a command.
+            NoTerminal: no user could give a command.
         """
         from lockstep.debugger.prompt import RankPdb, line_of
 
@@ -73,7 +73,7 @@ class RankDebugger:
                 self._console.give_back(runs_on=False)
 
     def hold(self, error: BaseException) -> None:
-        """Prompt in the frame of an error that ends this rank, if it is the first that fails."""
+        """Prompt in the frame of the error that ends this rank, if it is the first rank to fail."""
         from lockstep.debugger.prompt import RankPdb, line_of_error
 
         if self._process != os.getpid() or not self._pages.get(self._rank, Cell.LENDS):
@@ -106,8 +106,8 @@ class RankDebugger:
             elif reads_nothing():
                 raise NoTerminal(
                     f"rank {self._rank} is at a breakpoint ({where}), and there is no terminal for its debugger: the "
-                    "standard input of the process that started the ranks is none. Start the job from a terminal "
-                    "(ssh -t, srun --pty, docker run -it), or set PYTHONBREAKPOINT=0 to go on past all breakpoints"
+                    "standard input of the process that started the ranks is not one. Start the job from a terminal "
+                    "(ssh -t, srun --pty, docker run -it), or set PYTHONBREAKPOINT=0 to skip all breakpoints"
                 )
             else:
                 self._console = OwnInput(self._pages, self._rank)
@@ -139,7 +139,7 @@ def _on_breakpoint(*args: Any, header: str | None = None, **more: Any) -> Any:
 
 
 def over() -> None:
-    """End stepping, since the program is over, and what follows is nobody's to look at."""
+    """End stepping, since the program is over, and the code that follows is not the user's."""
     if _debugger is not None:
         _debugger.over()
 
@@ -151,10 +151,11 @@ def hold(error: BaseException) -> None:
 
 
 def quit_at(error: BaseException) -> str | None:
-    """Return the line at which a user has ended the program by a debugger's ``q``, and see that the launcher knows.
+    """Return the line at which a user has ended the program by a debugger's ``q``, and make sure that the launcher
+    knows.
 
     Returns:
-        None: it ends by another error, or by a debugger of the program's own that found nobody who could have typed it.
+        None: it ends by another error, or by a debugger of the program's own that had no terminal.
     """
     bdb = sys.modules.get("bdb")  # else no debugger was here
     if bdb is None or not isinstance(error, bdb.BdbQuit):

@@ -3,15 +3,15 @@
 Note [A turn at the terminal]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A rank at a breakpoint writes into its page what it wants (``DEBUGGER``: a state, and the number of its request), and
-waits until the launcher has written the same number beside it (``GRANTED``; minus the number: there is none for it).
-The launcher looks there as often as at the ranks' marks. It grants one request at a time, in the order in which they
-came, after it has said who is at a breakpoint and where.
+waits until the launcher has written the same number beside it (``GRANTED``; minus the number: it gets none). The
+launcher looks there as often as at the ranks' marks. It grants one request at a time, in the order in which they came,
+after it has said who is at a breakpoint and where.
 
-What is lent is the terminal itself and not a copy that the launcher would pass on: the rank leaves the job's process
-group for one of its own and makes that the foreground group. So the kernel does what it does for any program: keys,
-history, the window's size, and a Ctrl-C that reaches this rank and no other. Nothing has to be put back if the launcher
-is killed; a shell takes its terminal back when its job ends. Had all ranks stayed in one group, a Ctrl-C at the prompt
-would have ended the job.
+The rank gets the terminal itself, not a copy that the launcher would pass on: it leaves the job's process group for one
+of its own and makes that the foreground group. So everything works as for any program: keys, history, the window's
+size, and a Ctrl-C that reaches this rank and no other. Nothing has to be put back if the launcher is killed; a shell
+takes its terminal back when its job ends. Had all ranks stayed in one group, a Ctrl-C at the prompt would have ended
+the job.
 
 While a rank runs on to its next line (``n``) it keeps its turn, unless another rank asks for the terminal and the
 first does not prompt again soon: it may be in a collective to which the other has to come. For each prompt a rank asks
@@ -68,7 +68,7 @@ class Lender:
     Args:
         pages: of all ranks of the job.
         ranks: those of this machine.
-        terminal: its descriptor; None: there is none, and ranks are told so.
+        terminal: its descriptor; None: there is none, and requests are refused.
     """
 
     def __init__(self, pages: Pages, ranks: range, *, terminal: int | None) -> None:
@@ -86,7 +86,7 @@ class Lender:
         self._failed_is_over = False
         #: Ranks and lines that the user has been told of.
         self._told: set[tuple[int, str, bool]] = set()
-        #: The rank whose user has ended the job, and its line; None: nobody has.
+        #: The rank at which a user has ended the job, and its line; None: no user has.
         self.quit_by: tuple[int, str] | None = None
         #: The terminal's modes before it was lent; None: it is not lent.
         self._modes: list[Any] | None = None
@@ -153,7 +153,7 @@ class Lender:
         """Take the terminal back from a rank that has ended, whatever it was doing.
 
         Args:
-            rank: which.
+            rank: the rank that asked.
             pid: the process that it was.
         """
         self._pages.set(rank, Cell.DEBUGGER, 0)
@@ -235,9 +235,9 @@ class Lender:
             return []
         self._told.add(about)
         if state is Debugging.FAILED:
-            return [f"rank {rank} has failed ({where}) and is held there for you; q ends the job as it would have"]
+            return [f"rank {rank} has failed ({where}) and is held there for you; q ends the job as without --pdb"]
         elsewhere = "" if rank in self._ranks else ", on another machine"
-        return [f"rank {rank} is at a breakpoint ({where}){elsewhere}; the others wait. c goes on, q ends the job"]
+        return [f"rank {rank} is at a breakpoint ({where}){elsewhere}; the others wait. c continues, q ends the job"]
 
     def _note_modes(self) -> bool:
         """Note the terminal's modes, and turn Ctrl-Z off. Return False if the job can't be brought to the front."""

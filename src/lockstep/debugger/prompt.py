@@ -15,10 +15,10 @@ from lockstep.debugger.terminal import Console
 from lockstep.errors import NoTerminal
 from lockstep.job.page import Debugging
 
-#: Modules into which nobody steps (to stop where a stream is written to would write to it again), and those into which
-#: only a user steps who wants to see all frames.
+#: Modules that are never stepped into (to stop where a stream is written to would write to it again), and those into
+#: which only a user steps who wants to see all frames.
 _OURS, _LIBRARY = ("lockstep.debugger.*", "lockstep.launch.*", "lockstep.job.*"), ("lockstep.*",)
-#: What the names of modules begin with whose frames are below every program.
+#: The prefixes of modules whose frames are below every program.
 _RUNNERS = "lockstep.launch."
 #: Python's own modules in which a ``q`` ends.
 _DEBUGGERS = ("bdb", "pdb")

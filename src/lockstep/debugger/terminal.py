@@ -55,7 +55,7 @@ class Console(Protocol):
 
 
 class OwnInput:
-    """The rank's standard input, as under ``python``, where it is no terminal that could be lent: a pipe, a file.
+    """The rank's standard input, as under ``python``, if it is not a terminal that could be lent: a pipe, a file.
 
     Args:
         pages: of all ranks.

@@ -1,1 +1,1 @@
-"""Ranks that live on and run cells, from a program or a notebook."""
+"""Ranks that stay alive and run cells, from a program or a notebook."""

@@ -1,4 +1,4 @@
-"""A cell that runs on all ranks, as the program sees it: what is heard of it, when to interrupt and to free, its end.
+"""A cell that runs on all ranks, as the program sees it: its messages, when to interrupt and to free ranks, its end.
 
 Note [Ranks that nobody will meet]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -55,7 +55,8 @@ class _CellStage(enum.Enum):
 
 
 class RemoteValue:
-    """Stands for a value that stays on rank 0, since it can't be sent to this program: shown as it is shown there."""
+    """A placeholder for a value that stays on rank 0, since it can't be sent to this program; it is shown as rank 0
+    shows the value."""
 
     def __init__(self, shown: str, reason: str) -> None:
         #: The value as Python shows it on rank 0, and why it is not here.
@@ -76,7 +77,7 @@ class RunningCell:
         self._stage = _CellStage.RUNNING
         self._returned = Returned()
         self._ended: dict[int, CellEnded] = {}
-        #: What each rank has written.
+        #: The output of each rank.
         self.output = {rank: KeptOutput() for rank in pool.ranks}
         self._notes: list[str] = []
         self._begun_at = {rank: pool.steps(rank) for rank in pool.ranks}
@@ -118,7 +119,7 @@ class RunningCell:
         """Wait for something to happen, for some hundredths of a second at most, and act on it.
 
         Returns:
-            what ranks have written and drawn, and what lockstep has to say.
+            the output and figures of the ranks, and lockstep's messages.
         """
         heard: list[CellText | CellFigure | str] = []
         ready = self._pool.turn(time.monotonic() + _TURN)
@@ -218,8 +219,8 @@ class RunningCell:
             return ""
         each = joined([f"rank {rank}: {count}" for rank, count in steps.items()])
         return (
-            f"the ranks have taken different numbers of optimizer steps in this cell ({each}), so that what they hold "
-            "may differ: run the cells that make model and optimizer again before you train on"
+            f"the ranks have taken different numbers of optimizer steps in this cell ({each}), so their models may "
+            "differ: run the cells that make model and optimizer again before you continue training"
         )
 
     def _stop(self, reason: str) -> None:
@@ -262,12 +263,12 @@ class RunningCell:
 
     @property
     def _insists(self) -> bool:
-        """Whether one more interrupt has come since the ranks were freed. (Those in quick succession mean one thing,
+        """Whether one more interrupt has come since the ranks were freed. (Interrupts in quick succession count as one,
         and ranks that tidy up after it keep their time.)"""
         return 0 < self._asked_before < self._asked
 
     def _give_up(self, ranks: list[int], why: str, now: float) -> None:
-        """End all ranks, for the sake of some of them."""
+        """End all ranks, because some of them must be ended."""
         self._pool.give_up(why, rank=ranks[0], now=now)
         self._stage = _CellStage.DYING
 
@@ -319,7 +320,7 @@ class RunningCell:
         has = "has" if len(self._ended) == 1 else "have"
         return (
             f"{waiting}, but {gone} {has} come to the end of the cell without that call: every rank must make it, so "
-            "take it out of what only some ranks run (if rank == 0:)"
+            "take it out of code that only some ranks run (if rank == 0:)"
         )
 
     def _free_those(self, ranks: list[int], reason: str) -> None:
@@ -336,7 +337,7 @@ class RunningCell:
         A value that can't be sent to this program is a :class:`RemoteValue`, which is shown as rank 0 shows it.
 
         Raises:
-            CellFailed: an exception has ended the cell on some rank; the ranks live on.
+            CellFailed: an exception has ended the cell on some rank; the ranks stay alive.
             CellInterrupted: it was interrupted; a KeyboardInterrupt.
             RankFailed: a rank has died, or had to be ended; so are the others.
             LaunchError: the ranks could not be started.
@@ -376,7 +377,7 @@ def _headline(errors: Mapping[int, CellError], rank: int, what: str) -> str:
 
 
 def _told(causes: Mapping[int, CellError], first: int, alike: list[int], count: int) -> str:
-    """Say what has ended a cell: the first error, on which ranks, and what the others raised."""
+    """Return in words why a cell has ended: the first error, on which ranks, and the errors of the others."""
     where = "all ranks" if len(alike) == count > 1 else which_ranks(alike)
     lines = [f"{where} failed: {causes[first].summary}", causes[first].traceback.rstrip()]
     lines += [f"rank {rank} raised {error.summary}" for rank, error in causes.items() if rank not in alike]

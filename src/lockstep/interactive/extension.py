@@ -1,4 +1,4 @@
-"""What ``%load_ext lockstep`` calls. IPython is imported by it, not by who looks at lockstep's public names."""
+"""What ``%load_ext lockstep`` calls. It imports IPython; looking at lockstep's public names does not."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A backend for matplotlib on ranks that run cells: figures of rank 0 appear in the notebook, as with a kernel's own.
 
-``MPLBACKEND`` names it there, so that matplotlib imports it. ``plt.show()`` shows all figures; what is open at the end
-of a cell is shown then.
+``MPLBACKEND`` names it there, so that matplotlib imports it. ``plt.show()`` shows all figures; figures that are open at
+the end of a cell are shown then.
 """
 
 from __future__ import annotations

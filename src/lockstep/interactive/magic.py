@@ -1,4 +1,4 @@
-"""``%load_ext lockstep``, and then ``%%ranks -n 2`` before a cell: run it on ranks that live on between cells.
+"""``%load_ext lockstep``, and then ``%%ranks -n 2`` before a cell: run it on ranks that stay alive between cells.
 
 The only file that imports IPython. All that is shown goes through IPython's own outputs, so nothing has to be installed
 beside the kernel.
@@ -149,7 +149,7 @@ class RanksMagics(Magics):
 
 
 def _leave_out_frames(error: LockstepError | CellInterrupted) -> None:
-    """Have IPython show the ranks' frames alone: those of this process explain nothing."""
+    """Have IPython show only the ranks' frames: those of this process explain nothing."""
     lines = f"{type(error).__name__}: {error}".splitlines()
     if isinstance(error, CellInterrupted):
         lines = [*error.traceback.rstrip().splitlines(), *lines]

@@ -45,11 +45,11 @@ class RenewGroups:
 class CellEnded:
     """A rank has come to the end of a cell."""
 
-    #: The value of the last line as Python shows it; None: there is none, or it is not wanted of this rank.
+    #: The value of the last line as Python shows it; None: there is none, or this rank's value is not needed.
     shown: str | None
     #: The fields of a :class:`CellError`; None: all is well.
     error: dict[str, Any] | None
-    #: What ``standing`` in comm/renewal.py says.
+    #: The result of ``standing`` in comm/renewal.py.
     standing: dict[str, list[int]]
 
 
@@ -65,7 +65,7 @@ class FigureDrawn:
 class GroupsDone:
     """The process groups were stopped, or renewed."""
 
-    #: What the user has to do again; empty: nothing.
+    #: The steps that the user has to repeat; empty if there are none.
     todo: str
     #: Why it could not be done; empty: it was.
     error: str
@@ -78,7 +78,7 @@ class CellError:
     #: The type's name as Python prints it, and the message.
     type: str
     message: str
-    #: What Python would print, with the user's frames.
+    #: The text that Python would print, with the user's frames.
     traceback: str
     #: The moment, in seconds on the monotonic clock, which all processes of a machine share.
     at: float

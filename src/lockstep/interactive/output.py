@@ -1,4 +1,4 @@
-"""What ranks write while they run cells: read from their pipes, decoded, and kept."""
+"""The output of ranks while they run cells: read from their pipes, decoded, and kept."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RankPipe:
         self.writing = -1
 
     def read(self, most: int = _CHUNK) -> tuple[list[CellText], bool]:
-        """Return what is there, of very much the beginning, and whether more may come."""
+        """Return the output that has come, at most a chunk of it, and whether more may come."""
         try:
             data = os.read(self._reading, most)
         except BlockingIOError:
@@ -80,7 +80,7 @@ class RankPipe:
 
 @dataclass
 class KeptOutput:
-    """The output of one rank in one cell, in the order in which it came; of very much, the end."""
+    """The output of one rank in one cell, in the order in which it came; of a very long output, the end."""
 
     parts: deque[CellText] = field(default_factory=deque)
     _length: int = 0
@@ -88,7 +88,7 @@ class KeptOutput:
     left_out: int = 0
 
     def add(self, written: CellText) -> None:
-        """Keep something."""
+        """Keep a piece of output."""
         self.parts.append(written)
         self._length += len(written.text)
         while self._length > _KEPT and len(self.parts) > 1:

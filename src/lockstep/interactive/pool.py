@@ -25,10 +25,10 @@ _LEAVING = 5.0
 
 
 class RankPool:
-    """Ranks that live on between cells. To be used by one thread at a time.
+    """Ranks that stay alive between cells. To be used by one thread at a time.
 
     Args:
-        nprocs: how many.
+        nprocs: the number of ranks.
 
     Raises:
         LaunchError, EnvironmentMismatch, ValueError: as :class:`~lockstep.launch.called.CalledRanks`.
@@ -36,7 +36,7 @@ class RankPool:
 
     def __init__(self, nprocs: int) -> None:
         self.ranks = range(nprocs)
-        #: Rank -> the way to it.
+        #: Rank -> the socket to it.
         self.channels: dict[int, Channel[Report]] = {}
         self._pipes: list[RankPipe] = []
         self._returned: list[Returned] = []
@@ -80,7 +80,7 @@ class RankPool:
 
     @property
     def is_dead(self) -> bool:
-        """Whether a rank has ended, so that the others are of no use either."""
+        """Whether a rank has ended, so that the others can't be used either."""
         states = self._calls.launcher.policy.states.values()
         return self.is_closed or bool(self._given_up) or any(state.exit_code is not None for state in states)
 
@@ -106,12 +106,12 @@ class RankPool:
         return set() if self.is_closed else self._calls.turn(deadline)
 
     def send(self, rank: int, message: object, fds: Sequence[int] = ()) -> None:
-        """Send a message to a rank; one that has ended does not hear it, and its end is heard of by :meth:`turn`."""
+        """Send a message to a rank. A rank that has ended does not get it; :meth:`turn` notices its end."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.channels[rank].send(message, fds)
 
     def receive(self, channel: Channel[Report]) -> list[tuple[int, Report]]:
-        """Return what a rank that is ready has said."""
+        """Return the messages of a rank that is ready."""
         rank = next(rank for rank, each in self.channels.items() if each is channel)
         try:
             return [(rank, told) for told, _ in channel.receive()]
@@ -120,7 +120,7 @@ class RankPool:
             return []
 
     def read(self, pipe: RankPipe) -> list[CellText]:
-        """Return what has come through a pipe that is ready."""
+        """Return the output from a pipe that is ready."""
         written, goes_on = pipe.read()
         if not goes_on:
             self._forget(pipe)
@@ -142,7 +142,7 @@ class RankPool:
             self._calls.launcher.apply(self._calls.launcher.policy.failed(now))
 
     def give_up(self, why: str, *, rank: int, now: float) -> None:
-        """End all ranks at once, for the sake of one."""
+        """End all ranks at once, because one must be ended."""
         self._given_up, self._culprit = why, rank
         if not self.is_closed:
             launcher = self._calls.launcher
@@ -150,7 +150,7 @@ class RankPool:
             launcher.zygote.signal(launcher.policy.alive, signal.SIGKILL)
 
     def conclude(self) -> LaunchError:
-        """Return what the ranks have ended with, once all have, and give everything back."""
+        """Return the error with which the ranks have ended, once all have, and release everything."""
         if not self._calls.closed:
             left = [rank for rank, state in self._calls.launcher.policy.states.items() if state.exit_code == 0]
             self._calls.conclude()
@@ -166,7 +166,7 @@ class RankPool:
         return self._calls.error
 
     def ended(self) -> LaunchError:
-        """Return what the ranks have ended with; those that still run are ended first."""
+        """Return the error with which the ranks have ended; those that still run are ended first."""
         if self._calls.error is None and self._closed:
             return LaunchError("the ranks were closed: make new ones with lockstep.InteractiveRanks")
         while not self.has_ended:
@@ -175,8 +175,8 @@ class RankPool:
         return self.conclude()
 
     def close(self) -> None:
-        """End the ranks, which leave as programs do that are over, and give everything back. Does nothing the second
-        time."""
+        """End the ranks, which exit like programs that have ended, and release everything. A second call does
+        nothing."""
         self._closed = True
         for channel in self.channels.values():
             if channel.fileno() >= 0:

@@ -1,4 +1,4 @@
-"""Ranks that live on between cells: what ``%%ranks`` is made of, for programs that have no IPython."""
+"""Ranks that stay alive between cells: the class on which ``%%ranks`` is built, for programs without IPython."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Entered = TypeVar("Entered", bound="InteractiveRanks")
 
 
 class InteractiveRanks:
-    """Start ranks that live on, and run cells on all of them: text of Python, in one namespace for each rank.
+    """Start ranks that stay alive, and run cells on all of them: Python text, in one namespace for each rank.
 
     ::
 
@@ -29,12 +29,13 @@ class InteractiveRanks:
             ranks.run("import torch, lockstep; world = lockstep.init()")
             total = ranks.run("world.all_reduce(world.rank)")  # the value of the last line, from rank 0
 
-    The ranks come from a fresh process, as those of :func:`lockstep.spawn`, so it does not matter what this one has
-    done with GPUs or threads. ``lockstep.init()`` in a cell gives each its device. They end with this process, however
-    that ends. ``%%ranks`` in a notebook (``%load_ext lockstep``) is made of this. To be used by one thread at a time.
+    The ranks are forked from a fresh process, as those of :func:`lockstep.spawn`, so it does not matter what this
+    process has done with GPUs or threads. ``lockstep.init()`` in a cell gives each rank its device. The ranks end with
+    this process, however it ends. ``%%ranks`` in a notebook (``%load_ext lockstep``) is built on this class. Use it
+    from one thread at a time.
 
     Args:
-        nprocs: how many ranks.
+        nprocs: the number of ranks.
 
     Raises:
         ValueError: ``nprocs`` is less than 1, or the ranks can't be bound to cores as ``LOCKSTEP_BIND`` says.
@@ -60,7 +61,7 @@ class InteractiveRanks:
 
     @property
     def nprocs(self) -> int:
-        """How many ranks there are, or were."""
+        """The number of ranks."""
         return len(self._pool.ranks)
 
     @property
@@ -75,21 +76,21 @@ class InteractiveRanks:
         return [pid for pid in self._pool.pids().values() if pid is not None]
 
     def run(self, source: str) -> Any:
-        """Run a cell on all ranks. What rank 0 writes appears here as it comes; Ctrl-C interrupts the ranks.
+        """Run a cell on all ranks. The output of rank 0 appears here as it comes; Ctrl-C interrupts the ranks.
 
         Args:
-            source: Python, as at the top of a module. Names that it binds stay for the next cell.
+            source: Python code, as at the top of a module. Names that it binds exist in the next cell.
 
         Returns:
-            the value of the last line on rank 0, or None if that is no expression, or has a semicolon behind it.
-            Tensors arrive as copies, on the CPU. In place of what can't be sent stands a
-            :class:`~lockstep.interactive.cell.RemoteValue`, which is shown as rank 0 shows it.
+            the value of the last line on rank 0, or None if that is not an expression, or ends with a semicolon.
+            Tensors arrive as copies, on the CPU. A value that can't be sent is replaced by a
+            :class:`~lockstep.interactive.cell.RemoteValue`, which is shown as rank 0 shows the value.
 
         Raises:
-            CellFailed: an exception has ended the cell on some rank; the ranks live on. Those that waited for it in a
-                collective were freed.
-            CellInterrupted: it was interrupted (a KeyboardInterrupt); the ranks live on.
-            RankFailed: a rank has died, or did not stop when it was interrupted; all have ended.
+            CellFailed: an exception has ended the cell on some rank; all ranks stay alive. Those that waited for that
+                rank in a collective were freed.
+            CellInterrupted: the cell was interrupted (a KeyboardInterrupt); the ranks stay alive.
+            RankFailed: a rank has died, or did not stop when it was interrupted; all ranks have ended.
             LaunchError: the ranks could not be started, or have ended before.
         """
         cell = self.begin(source)
@@ -119,25 +120,25 @@ class InteractiveRanks:
         return self._cell
 
     def ended(self) -> LaunchError:
-        """Return what the ranks have ended with: the error that names the first one, or that they were closed."""
+        """Return why the ranks have ended: the error that names the first rank to end, or that they were closed."""
         return self._pool.ended()
 
     def close(self) -> None:
-        """End the ranks. They leave as programs do that are over; those that have not left after some seconds are
-        killed. Does nothing the second time."""
+        """End the ranks. They exit like programs that have ended; those that have not left after some seconds are
+        killed. A second call does nothing."""
         atexit.unregister(self.close)
         self._pool.close()
 
 
 def follow(cell: RunningCell) -> Iterator[CellText | CellFigure | str]:
-    """Yield what ranks write and what lockstep has to say until the cell is over; SIGINT interrupts it meanwhile."""
+    """Yield the ranks' output and lockstep's messages until the cell is over; SIGINT interrupts it meanwhile."""
     with _interrupted_by_signal(cell):
         while not cell.is_over:
             yield from cell.turn()
 
 
 def show(each: CellText | CellFigure | str) -> None:
-    """Print what rank 0 has written, and what lockstep has to say, on this process's streams."""
+    """Print rank 0's output and lockstep's messages on this process's streams."""
     if isinstance(each, CellFigure):
         each = f"lockstep: rank {each.rank} has drawn a figure, which a notebook shows; save it with savefig() here"
     if isinstance(each, str):

@@ -1,7 +1,7 @@
 """Run cells on a rank, one after the other, in one namespace that lives as long as the rank.
 
-A thread reads what the program asks for; the main thread runs the cells, since only it can be interrupted, and since
-what a user calls there (signals, matplotlib, asyncio) may need it.
+A thread reads the program's requests; the main thread runs the cells, since only it can be interrupted, and since what
+a user calls there (signals, matplotlib, asyncio) may need it.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from lockstep.launch.returned import send
 _LONGEST = 50_000
 #: matplotlib's backend, which matplotlib imports.
 _FIGURES = "lockstep.interactive.figures"
-#: What ``from __future__ import …`` sets for the code that follows.
+#: The compiler flags that ``from __future__ import …`` sets for the code that follows.
 _FUTURES = [getattr(__future__, name).compiler_flag for name in __future__.all_feature_names]
 #: Lines that only IPython understands.
 _OF_IPYTHON = re.compile(r"\s*([\w, ]+=\s*)?[!%?]|.*\?\s*$")
 
 
 def serve(rank: int, endpoint: socket.socket) -> None:
-    """Run what the program asks for until it closes its end of the socket.
+    """Carry out the program's requests until it closes its end of the socket.
 
     Args:
         rank: this rank.
@@ -73,12 +73,12 @@ class _CellRunner:
     def __init__(self, rank: int, channel: Channel[Request]) -> None:
         self._rank = rank
         self._channel = channel
-        #: What the main thread has to do, with the descriptors that came along; None: leave.
+        #: The next request for the main thread, with its descriptors; None: leave.
         self._tasks: queue.SimpleQueue[tuple[Request, list[int]] | None] = queue.SimpleQueue()
         self._interrupts = CellInterrupts()
         self._main = types.ModuleType("__main__")
         vars(self._main)["__builtins__"] = sys.modules["builtins"]
-        #: What the cells so far have imported from __future__, as the compiler's flags.
+        #: The compiler flags of what the cells so far have imported from __future__.
         self._flags = 0
 
     def run(self) -> None:
@@ -154,8 +154,8 @@ class _CellRunner:
 
 
 def _end_fork(error: BaseException | None) -> NoReturn:
-    """End a process that a cell has forked, at the end of the cell, as it would have at the end of a script. It is no
-    rank, and the cell's value and end are the rank's to tell."""
+    """End a process that a cell has forked, at the end of the cell, as it would have at the end of a script. It is not
+    a rank, and only the rank reports the cell's value and end."""
     code = 0
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -172,7 +172,7 @@ def _compiled(source: str, name: str, flags: int = 0) -> tuple[CodeType, CodeTyp
 
     Args:
         source: the cell.
-        name: what stands for its file.
+        name: the name that is used for its file.
         flags: the compiler's, of what was imported from ``__future__`` before.
     """
     try:
@@ -209,7 +209,7 @@ def _ends_with_semicolon(source: str) -> bool:
 
 
 def _shown(value: object) -> str:
-    """Return a value as Python shows it; that is code of the user's, and no reason to lose the value."""
+    """Return a value as Python shows it; that runs code of the user's, whose error must not lose the value."""
     try:
         return repr(value)
     except Exception as error:  # noqa: BLE001
@@ -244,7 +244,7 @@ def _show_figures() -> None:
 
 
 def _flush() -> None:
-    """Write out what Python and C still hold, so that it is there before the end of the cell is told."""
+    """Write out what Python and C still hold, so that the output comes before the cell's end."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # it may be closed, None or the program's own
             stream.flush()

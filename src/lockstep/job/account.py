@@ -51,7 +51,7 @@ _MOST, _CELLS, _FEWEST = 600, 16_384, 48
 class Progress:
     """The progress of a rank since it was started."""
 
-    #: Optimizer steps taken.
+    #: The number of optimizer steps taken.
     steps: int
     #: Seconds by phase, waiting included.
     seconds: tuple[float, ...]

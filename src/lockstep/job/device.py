@@ -65,7 +65,7 @@ class Device(Protocol):
         """Return whether the current stream takes events now."""
 
     def memory(self) -> tuple[int, int]:
-        """Return the peak bytes allocated to tensors, 0 if nobody counts them, and the GPU's capacity in bytes."""
+        """Return the peak bytes allocated to tensors, 0 if they are not counted, and the GPU's capacity in bytes."""
 
 
 def watch(device: Device, *, backward_ended: Callable[[], None] | None = None) -> None:
@@ -73,7 +73,7 @@ def watch(device: Device, *, backward_ended: Callable[[], None] | None = None) -
 
     Args:
         device: the GPU.
-        backward_ended: called after each backward, when all of it is queued; None: nobody asks.
+        backward_ended: called after each backward, when all of it is queued; None: no call.
     """
     if not isinstance(flight.current, _OnDevice):
         flight.use(_OnDevice(flight.current, device, backward_ended))

@@ -139,7 +139,7 @@ def told() -> str:
 class StopNote:
     """A note that the ranks saved and left on request, with the checkpoint from which the run can resume."""
 
-    #: Optimizer steps taken.
+    #: The number of optimizer steps taken.
     step: int
     #: The checkpoint's folder.
     folder: str

@@ -132,7 +132,8 @@ class Flight:
 
     @property
     def run_step(self) -> int:
-        """The number of the step under way in the whole run, from 1, by a Checkpointer's count; 0: nobody counts."""
+        """The number of the step under way in the whole run, from 1, by a Checkpointer's count; 0: there is no
+        count."""
         return self._cells[Cell.RUN_STEPS]
 
     @property
@@ -309,7 +310,7 @@ _reasons: list[str] = []
 
 
 class expect_slow(ContextDecorator):  # (used as a verb, like contextlib.suppress)
-    """Say that this rank may keep the others waiting in here: ``with lockstep.expect_slow("evaluation"):``
+    """Announce that this rank may keep the others waiting in this block: ``with lockstep.expect_slow("evaluation"):``
 
     ``lockstep run`` reports a rank that has held up the others for a while (see the guide, "A rank that is late").
     Inside the context it does not report this rank, however long it takes, unless the rank is stopped or dead-locked.

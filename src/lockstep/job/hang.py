@@ -21,7 +21,7 @@ so also in a collective, and its page keeps saying that it waits for others, whi
 waiting only if its page says so and it could continue. One at a standstill does not, nor does one that a debugger
 holds, or that is ready to run and gets no processor.
 
-While a rank is at a breakpoint nobody is late, and all begin to wait anew when it goes on.
+While a rank is at a breakpoint no rank is late, and all waits count anew when it continues.
 
 A rank that is leaving has a minute: on a busy machine it takes time until many interpreters have ended.
 
@@ -33,7 +33,7 @@ Before the report the stacks of all ranks are looked at. A late rank that sits i
 computes in a model outside of a step (an average of weights on rank 0, say) evaluates, and has its minute.
 
 A rank whose device is still in the latest backward waits, too: Note [Waiting for a device] in device_wait.py. It may
-have a long kernel of its own. So where all wait in this way nobody is late, and where some do, the ranks have a minute
+have a long kernel of its own. So where all wait in this way no rank is late, and where some do, the ranks have a minute
 before they count as waiting in different collectives.
 
 If all ranks stand still, all are named. If all ranks wait, none is late: they wait in different collectives, or for
@@ -158,7 +158,7 @@ class Looker:
         Args:
             marks: one of each rank.
             now: this moment.
-            debugging: a rank is in a debugger, and a person takes the time: it counts for nobody.
+            debugging: a rank is in a debugger, and the time that a person takes counts for no rank.
         """
         passed, self._looked = now - self._looked, now
         if passed > ASLEEP or debugging:
@@ -216,7 +216,7 @@ class Seen:
     """One rank as the launcher has seen it."""
 
     rank: int
-    #: The rank's page.
+    #: The rank's page at this look.
     look: Look
     #: The later of the last change of its mark and the beginning of the launcher's uninterrupted looks.
     moved: float

@@ -31,7 +31,7 @@ from lockstep.job.throughput import StepFlops
 #: The signal that asks a rank for its Python stacks. Not SIGUSR1 or SIGUSR2, which are the user's; far from both ends
 #: of the range, which libraries take first.
 STACK_SIGNAL = signal.SIGRTMIN + 11
-#: Bytes of a rank's page.
+#: The size of a rank's page, in bytes.
 PAGE = 2048
 
 
@@ -224,7 +224,7 @@ class Look:
     stepped_at: str
     #: True if the rank's device is still in the latest backward, and the rank has come no further since that was seen.
     on_device: bool = False
-    #: What the rank does in a debugger, and at which line of the program.
+    #: The rank's state in a debugger, and the line of the program.
     debugging: Debugging = Debugging.NONE
     debugged_at: str = ""
 

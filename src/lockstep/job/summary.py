@@ -5,10 +5,10 @@ The rule by which a rank is blamed is Note [What a slow rank costs] in account.p
 Note [All starts]
 ~~~~~~~~~~~~~~~~~
 The summary is that of the run. Starts on the same ranks are added up, so what they all took has one verdict: seconds,
-looks and steps are sums, and the rule holds for sums. A rank of a start on four ranks is no rank of one on two, nor is
-it where machines met again in another order, so such starts have a verdict each, under their numbers, below the line
-that says how many steps they took together. Steps that were taken again after a restart count again, since the
-summary is of the ranks' time.
+looks and steps are sums, and the rule holds for sums. A rank of a start on four ranks is not a rank of one on two, nor
+is it where machines met again in another order, so such starts have a verdict each, under their numbers, below the line
+that says how many steps they took together. Steps that were taken again after a restart count again, since the summary
+is of the ranks' time.
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ class Summary(TimeAccount):
         return joined(wanted)
 
     def remarks(self) -> list[str]:
-        """Return what else there is to say, a line each: FLOPs, GPUs, stretches, memory, the garbage collector."""
+        """Return the other remarks, a line each: FLOPs, GPUs, stretches, memory, the garbage collector."""
         return [
             *self._flops(),
             *self._devices(),

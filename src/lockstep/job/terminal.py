@@ -5,8 +5,8 @@ Note [A dead terminal]
 ~~~~~~~~~~~~~~~~~~~~~~
 When a terminal goes, the kernel sends SIGHUP to the leader of its session, which passes it on or not, and every write
 to it fails from then on (EIO). So a rank may find out by a line that it prints, before it gets the signal by which it
-is to save and leave. Output that nobody can read any more is no reason to fail: a descriptor of a terminal that is gone
-leads to /dev/null from the moment at which that is noticed.
+is to save and leave. Output that can't be read any more is not a reason to fail: a descriptor of a terminal that is
+gone leads to /dev/null from the moment at which that is noticed.
 
 So does a pipe without a reader (``| head``, a pager that was closed). Under ``python`` a write to it raises
 BrokenPipeError. That ends a program whose output is its result; it would end a training for the sake of a viewer.
@@ -57,7 +57,7 @@ _PAUSE = 0.02
 #: The cell of this rank's page for Note [Begun lines] (int64 [1]), and the descriptors that it concerns; None: this is
 #: not a rank that a launcher started.
 _lines: tuple[memoryview, frozenset[int]] | None = None
-#: What the other ranks of this machine do in debuggers (int64 [count] each); see Note [A prompt is left alone].
+#: The states of the other ranks of this machine in debuggers (int64 [count] each); see Note [A prompt is left alone].
 _debuggers: tuple[memoryview, ...] = ()
 
 

@@ -222,7 +222,7 @@ class RankTrace:
         records = files.trace(rank).read_bytes()[_HEAD:]
         names: list[dict[str, Any]] = [{"name": "…", "cat": "other"}]
         lines = files.trace_names(rank).read_bytes().split(b"\n")
-        names += [json.loads(line) for line in lines[:-1]]  # text behind the last line break is no whole line
+        names += [json.loads(line) for line in lines[:-1]]  # text behind the last line break is not a whole line
         whole = len(records) // _RECORD.size * _RECORD.size
         events = []
         for at, kind, thread, name, number, size, device in _RECORD.iter_unpack(records[:whole]):

@@ -47,7 +47,7 @@ class Bind(enum.Enum):
 
 @dataclass(frozen=True)
 class CoreFacts:
-    """What there is to decide with, on one machine."""
+    """The facts by which binding is decided, on one machine."""
 
     topology: Topology
     #: This process's affinity: no rank is bound to another CPU.
@@ -103,9 +103,9 @@ class CoreFacts:
 class Binding:
     """To which CPUs each rank of a machine is bound, and how many threads that leaves it."""
 
-    #: By local rank; empty: no rank is bound.
+    #: The cores of each local rank; empty: no rank is bound.
     cpus: tuple[frozenset[int], ...]
-    #: Threads for each rank.
+    #: The number of threads for each rank.
     threads: int
     #: The cores that the ranks share, which none of them sees once it is bound.
     cores: int
@@ -184,7 +184,7 @@ def _fair(ranks: int, found: CoreFacts) -> list[frozenset[int]] | str:
     if allowed != given:
         return f"the affinity is set already, to {format_cpus(allowed)} of {format_cpus(given)}"
     if found.quota is not None and found.quota < len(allowed):
-        return f"the container's quota is the time of {found.quota:g} cores, whichever they are"
+        return f"the container's quota is the time of {found.quota:g} cores, not fixed ones"
     if found.openmp:
         return f"OpenMP binds its threads itself, by {joined(found.openmp)}"
     if found.unknown:
@@ -275,7 +275,7 @@ def _cache(core: Core) -> tuple[int, ...]:
 
 
 def _grouped(cores: Iterable[Core], key: Callable[[Core], tuple[int, ...]]) -> list[list[Core]]:
-    """Return the cores in groups; what has no core that is allowed is no group."""
+    """Return the cores in groups, without groups of which no core is allowed."""
     groups: dict[tuple[int, ...], list[Core]] = {}
     for core in cores:
         groups.setdefault(key(core), []).append(core)

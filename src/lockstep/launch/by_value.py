@@ -36,7 +36,7 @@ def pickler(file: IO[bytes], *, first: Callable[[object], Any] | None = None, sh
         file: what it writes to.
         shares: for a call, and not for what it returns: locks, queues and tensors are shared with the process that
             reads, as multiprocessing and torch do it. Else tensors are copied.
-        first: says how an object is pickled, before anything else does; ``NotImplemented``: as ever.
+        first: decides first how an object is pickled; ``NotImplemented``: as pickle itself would.
     """
     import cloudpickle
 

@@ -1,4 +1,4 @@
-"""Ranks on which a program calls a function: started, heard of, and closed; for ``lockstep.spawn`` and for cells."""
+"""Ranks on which a program calls a function: started, watched, and closed; for ``lockstep.spawn`` and for cells."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from lockstep.runs.record import Recorder, RunEnd
 
 
 class CalledRanks:
-    """The ranks, their launcher in this process, and what all of it needs. To be used by one thread at a time.
+    """The ranks, their launcher in this process, and everything that both need. To be used by one thread at a time.
 
     Args:
         program: the words that name it in the run's record; the first is what the user has called.
-        nprocs: how many ranks.
+        nprocs: the number of ranks.
         quiet: leave out the summary at the end, whatever ``LOCKSTEP_QUIET`` says.
         lends: whether this program's terminal, if it has one, is lent to ranks at a breakpoint.
 
@@ -38,7 +38,7 @@ class CalledRanks:
     """
 
     def __init__(self, program: list[str], nprocs: int, *, quiet: bool = False, lends: bool = False) -> None:
-        #: What the ranks have ended with, or could not be started for; None: they run, or have ended well.
+        #: The error with which the ranks ended, or could not be started; None: they run, or have succeeded.
         self.error: LaunchError | None = None
         #: True once all is given back.
         self.closed = False
@@ -63,13 +63,13 @@ class CalledRanks:
         self.launcher.zygote.fork(self.launcher.attempt.fork(rank, packed.job), packed.descriptors())
 
     def turn(self, *moments: float | None) -> set[object]:
-        """Wait for the zygote to say something, or for the time to act, and act on it.
+        """Wait for a message of the zygote, or for the time to act, and act on it.
 
         Args:
             moments: as for :meth:`Launcher.wait`.
 
         Returns:
-            what in the launcher's selector is ready.
+            the files in the launcher's selector that are ready.
         """
         launcher = self.launcher
         ready = launcher.wait(*moments)
@@ -84,7 +84,7 @@ class CalledRanks:
         return ready
 
     def conclude(self) -> None:
-        """Find out how the ranks have ended, say what there is to say, and close."""
+        """Find out how the ranks have ended, print the messages about that, and close."""
         attempt = self.launcher.attempt
         outcome = attempt.outcome()
         first = outcome.first
@@ -108,7 +108,7 @@ class CalledRanks:
         self.close()
 
     def close(self) -> None:
-        """End what is left and give everything back. Does nothing the second time.
+        """End what is left and release everything. A second call does nothing.
 
         Not by a kill of the zygote: ranks may run, and only the zygote ends what they have started.
         """

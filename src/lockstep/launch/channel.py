@@ -86,7 +86,7 @@ class Exited:
     code: int
     #: The time of the end, in seconds on the monotonic clock.
     at: float
-    #: Peak memory, in bytes.
+    #: The rank's peak memory, in bytes.
     peak: int
 
 

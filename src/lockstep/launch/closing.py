@@ -12,7 +12,7 @@ from lockstep.runs.record import RunEnd
 
 
 class LastWord(enum.Enum):
-    """What a launcher says last."""
+    """The last message of a launcher."""
 
     #: Nothing needs to be said.
     NOTHING = enum.auto()
@@ -51,7 +51,7 @@ class Closing:
 
 @dataclass(frozen=True)
 class JobEnd:
-    """What is known of a job that is over, on one machine."""
+    """The facts about a job that is over, on one machine."""
 
     #: The reason why the last attempt is over; None: unknown, since the zygote ended before.
     kind: EndKind | None = None
@@ -82,7 +82,7 @@ def why_over(*, stopped_by: Signals | None, failing: bool, failed: bool, saved: 
 
     Args:
         stopped_by: the signal that was to stop the job.
-        failing: whether a rank failed before anybody wanted the job to end.
+        failing: whether a rank failed before the job was asked to end.
         failed: whether a rank failed by itself, before that or after it.
         saved: whether the ranks have saved because they were asked to.
     """

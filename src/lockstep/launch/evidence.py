@@ -1,4 +1,4 @@
-"""Find out about a rank from outside: what the kernel says of its process, its Python stack, its memory."""
+"""Find out about a rank from outside: its process as the kernel shows it, its Python stack, its memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _ON_A_FILE = frozenset([
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """What the kernel says of a process and its main thread at one moment."""
+    """The kernel's facts about a process and its main thread at one moment."""
 
     #: The state's letter in /proc/<pid>/stat.
     state: str
@@ -86,7 +86,7 @@ class ProcessFacts:
 
 
 def facts(pid: int) -> ProcessFacts | None:
-    """Return what the kernel says of process ``pid``, or None if it is gone."""
+    """Return the kernel's facts about process ``pid``, or None if it is gone."""
     stat = _proc.stat(pid)
     if stat is None:
         return None
@@ -129,7 +129,7 @@ _FUTEX_WAIT, _FUTEX_WAIT_BITSET, _FUTEX_PRIVATE, _FUTEX_COMMAND = 0, 9, 128, 127
 
 
 class _Sleep(enum.Enum):
-    """What one thread sleeps in."""
+    """The call in which one thread sleeps."""
 
     #: A lock of the process's own, without a limit: only another of its threads can wake it.
     LOCK = "lock"
@@ -154,7 +154,7 @@ class Stillness:
         Args:
             pid: the process.
             now: on the monotonic clock.
-            announced: the program has said that it takes its time; then only what is beyond doubt counts.
+            announced: the program has announced slow work; then only causes beyond doubt count.
             waits: its page says that it waits for other ranks. All of its threads may sleep then.
         """
         stat = _proc.stat(pid)
@@ -293,7 +293,8 @@ def read_stack(folder: Path, rank: int, *, start: int) -> Stack | None:
 
 
 def read_crash(folder: Path, rank: int) -> str:
-    """Return the stacks that a rank has left because of a crash in native code, in Python's words; empty: none."""
+    """Return the stacks that a rank has left because of a crash in native code, in Python's words; empty if there are
+    none."""
     try:
         text = JobFiles(folder).stack(rank).read_text(errors="replace")
     except OSError:
@@ -325,7 +326,7 @@ def parse_stack(text: str) -> Stack | None:
     return Stack(tuple(frames[: below[0]] if below else frames), collects)
 
 
-# How often the kernel killed because memory was out, by the counters of a memory cgroup (version 1 or 2) -------------
+# How often the kernel killed because memory ran out, by the counters of a memory cgroup (version 1 or 2) -------------
 
 _PROC = Path("/proc")
 #: Version 1 reports "no limit" as a number a little below this.
@@ -342,7 +343,7 @@ class MemoryGroup:
     version: int
 
     def kills(self) -> int | None:
-        """Return how many processes of the group the kernel has killed because memory was out; None: it does not
+        """Return how many processes of the group the kernel has killed because memory ran out; None: it does not
         count them."""
         name = "memory.oom_control" if self.version == 1 else "memory.events"
         return _proc.counter(self.folder / name, "oom_kill")
@@ -406,7 +407,7 @@ def _mount(line: str) -> tuple[str, list[str], str, Path]:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What the machine says about the time of a failure."""
+    """The machine's facts at the time of a failure."""
 
     #: Processes that the kernel killed for lack of memory since the ranks were started; None: the kernel does not tell.
     memory_kills: int | None

@@ -2,10 +2,10 @@
 
 Note [Abandoned folders]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-Launcher and zygote remove the folder, whichever is there in the end. If both are killed at once nobody does, so each
-job looks for folders that nobody holds any more, and removes what the loader workers noted in them have left in
-/dev/shm, then the folder. A folder is held by a lock (``flock``) that goes with its owner. The maker of a folder looks
-again once it holds the lock: another job may have found it in between, and removed it.
+Launcher and zygote remove the folder, whichever is there in the end. If both are killed at once the folder stays, so
+each job looks for folders whose lock no process holds any more, and removes what the loader workers noted in them have
+left in /dev/shm, then the folder. A folder is held by a lock (``flock``) that goes with its owner. The maker of a
+folder looks again once it holds the lock: another job may have found it in between, and removed it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _remove_abandoned(home: Path) -> None:
 
 
 def _locks(fd: int) -> bool:
-    """Take the folder's lock through ``fd``, and return whether that was possible: nobody else holds it."""
+    """Take the folder's lock through ``fd``, and return whether that was possible: no other process holds it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -66,7 +66,7 @@ class ReportedHang:
     verdict: HangVerdict
     #: When it was made, on the monotonic clock.
     at: float
-    #: Its words.
+    #: The report's text.
     text: str
     #: Rank -> where its stacks of that time begin in its file; of this machine's ranks.
     stacks: Mapping[int, int]
@@ -94,7 +94,7 @@ class HangWatch:
         ranks: the ranks of this machine, which are consecutive.
         shortest: seconds that a rank may hold up the others before it is reported, however short the steps are.
         warming_up: the least of them for a rank that has taken fewer than two steps.
-        ras: where NCCL can be asked how the ranks are; None: nowhere.
+        ras: the address at which NCCL can be asked about the ranks; None if there is none.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class HangWatch:
         ras: RasAddress | None = None,
     ) -> None:
         self._shortest, self._warming_up, self._ras = shortest, warming_up, ras
-        #: What NCCL is asked about the ranks that were reported; None: nothing.
+        #: The question to NCCL about the ranks that were reported; None: there is none.
         self._question: RasQuestion | None = None
         self._files = files
         self._pages = pages
@@ -144,14 +144,15 @@ class HangWatch:
         return self._looker.due
 
     def glance(self, now: float) -> None:
-        """See which of the ranks have moved, in some microseconds; to be called when it is due."""
+        """See which of the ranks have moved. It takes some microseconds; call it when it is due."""
         ranks = self._ranks
         self._looker.look(self._pages.all(Cell.MARK)[ranks.start : ranks.stop], now, debugging=self._pages.debugging)
         if self._ledger.is_due(now) and min(self._pages.all(Cell.STEPS)[ranks.start : ranks.stop]) > WARM:
             self._ledger.add(self.known(now), now=now, looks=self._looker.looks)
 
     def told(self) -> list[list[Any]]:
-        """Return how this machine's ranks are, in JSON's types, for :meth:`hear` of the others' launchers."""
+        """Return the state of this machine's ranks, in JSON's types, for :meth:`hear` of the other machines'
+        launchers."""
         progress, marks = self.progress(), self._looker.marks
         return [
             [
@@ -173,7 +174,8 @@ class HangWatch:
         ]
 
     def hear(self, ranks: Iterable[list[Any]], now: float) -> None:
-        """Take what other launchers tell of their ranks, and note it in these ranks' pages, for all who look there."""
+        """Take the states that other launchers send of their ranks, and note them in this machine's pages, where every
+        reader finds them."""
         for rank, mark, counts, texts, seconds, held, memory, device, still in ranks:
             cells = {Cell[name]: value for name, value in counts.items()}
             self._pages.copy(rank, mark, cells, {Text[name]: text for name, text in texts.items()})
@@ -229,15 +231,15 @@ class HangWatch:
         return []
 
     def facts(self) -> dict[str, Any]:
-        """Return which ranks hold up which now, for the run's record, in JSON's types; ``over``: none does any more."""
+        """Return which ranks hold up which others now, for the run's record, in JSON's types; ``over``: no rank does
+        any more."""
         verdict = self._verdict
         if verdict is None:
             return {"over": True}
         return {"code": verdict.kind.code, "ranks": list(verdict.late), "waiting": list(verdict.waiting), "over": False}
 
     def ended(self, states: Mapping[int, RankState]) -> list[str]:
-        """Return what is left to say when all ranks have ended: that those who were late have moved on, if all is
-        well."""
+        """Return the last message when all ranks have ended: that late ranks have moved on, if all is well."""
         if self._verdict is None or any(state.exit_code != 0 for state in states.values()):
             return []
         text = report.over(self._verdict, now=time.monotonic())
@@ -250,7 +252,7 @@ class HangWatch:
         """Return what the ranks' time went to, once they have ended; None: they took no two steps.
 
         Args:
-            number: how many starts came before.
+            number: the number of starts before this one.
             begin: when this one began, on the monotonic clock.
             machines: those of the job, and how many ranks each has.
             restarts: those of the job before this start.
@@ -408,7 +410,7 @@ class HangWatch:
         return [self.text]
 
     def _hear_of_nccl(self) -> list[str]:
-        """Return what NCCL has answered about the ranks that were reported, once, and add it to the report."""
+        """Return NCCL's answer about the ranks that were reported, once, and add it to the report."""
         said = None if self._question is None else self._question.answer()
         if said is None:
             return []
@@ -424,7 +426,7 @@ class HangWatch:
         return self._verdict is not None and rank in self._verdict.waiting
 
     def close(self) -> None:
-        """Ask nobody any longer."""
+        """Stop asking NCCL."""
         if self._question is not None:
             self._question.close()
             self._question = None

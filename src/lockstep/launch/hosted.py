@@ -1,9 +1,9 @@
-"""On a host of ``lockstep run --hosts``: stand between the ssh connection and this host's launcher.
+"""On a host of ``lockstep run --hosts``: pass everything between the ssh connection and this host's launcher.
 
-The process that ssh starts says that it is there, waits for its order, and forks the launcher. Then it passes on what
-comes: over standard input signals for the launcher, over standard output what is to be shown, in frames. When the
-connection ends, or nothing has come for some time, it has the launcher stop as by SIGTERM: the ranks save. When it is
-killed itself, the launcher is killed with it, and nothing of the job stays (Note [No orphans] in ``processes.py``).
+The process that ssh starts greets the other end, waits for its order, and forks the launcher. Then it passes on signals
+for the launcher, from standard input, and the output to show, to standard output in frames. When the connection ends,
+or nothing has come for some time, it has the launcher stop as by SIGTERM: the ranks save. When it is killed itself, the
+launcher is killed with it, and nothing of the job stays (Note [No orphans] in ``processes.py``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _CHUNK = 65536
 
 @dataclass(frozen=True)
 class Order:
-    """What a host is told that its command line must not show, or that was not known when that line was written."""
+    """The part of a host's instructions that its command line must not show, or that was not known when that line was
+    written."""
 
     #: The job's key, as hexadecimal digits.
     key: str
@@ -52,7 +53,7 @@ class Order:
     job: str
     #: True if standard output and error are shown in one place, so that they have to stay in order.
     one_stream: bool
-    #: Rows and columns of the terminal that shows them; None: there is none.
+    #: Rows and columns of the terminal that shows the output; None if there is none.
     terminal: tuple[int, int] | None
     #: The seconds of --grace.
     grace: float
@@ -119,11 +120,11 @@ def _read_order() -> Order:
 
 
 class _Guard:
-    """Passes on what comes until the launcher has ended.
+    """Passes on signals and output until the launcher has ended.
 
     Args:
         launcher: the launcher's process id; it is a child of this process.
-        readers: descriptors of what it and its ranks write; what the launcher says comes first.
+        readers: descriptors of its messages and of its ranks' output; the launcher's messages come first.
         grace: seconds that it may take to stop.
     """
 
@@ -184,8 +185,8 @@ class _Guard:
         return {fd for fd, _ in poll.poll(500)}
 
     def _read(self, ready: set[int]) -> None:
-        """Take what the launcher and its ranks have written. Messages come after the output that they are about, which
-        is there before they are; but that the machines have met comes before any output."""
+        """Take the output of the launcher and its ranks. Messages are passed on after the output that they are about,
+        which is written before them; only the message that the machines have met comes before any output."""
         said = any(self._readers.get(fd) is FrameKind.SAID for fd in ready)
         for fd, kind in list(self._readers.items()):
             if said or fd in ready:
@@ -258,7 +259,7 @@ class _Guard:
                 self._signal(named)
 
     def _hang_up(self, now: float) -> None:
-        """Have the job stop: without a connection nobody can stop it, or read what it writes."""
+        """Have the job stop: without a connection no user can stop it, or read its output."""
         if self._connected:
             self._connected = False
             self._outgoing.clear()

@@ -6,8 +6,8 @@
                   ──ssh──  guard on host b              ──fork──  launcher  ──  zygote  ──  ranks
 
 Each host's launcher does what ``lockstep run --nnodes N --rdzv`` does there; this process starts them, passes signals
-on, and shows what they write. Nothing is started before all hosts have answered. How to reach a host, and as whom, the
-ssh client knows: its configuration, its agent. The job's key goes over ssh's standard input, where no list of
+on, and shows their output. Nothing is started before all hosts have answered. The ssh client knows how to reach a host,
+and as which user, from its configuration and its agent. The job's key goes over ssh's standard input, where no list of
 processes shows it.
 
 Note [One signal]
@@ -56,7 +56,7 @@ _FULL = 1 << 20
 
 
 def refuse_with_hosts(text: str, others: Mapping[str, object]) -> None:
-    """Refuse options that say what ``--hosts`` says as well.
+    """Refuse options that contradict or repeat ``--hosts``.
 
     Raises:
         ValueError: one of ``others``, options with their values, was given.
@@ -68,7 +68,7 @@ def refuse_with_hosts(text: str, others: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """What each host's launcher is told in its command line."""
+    """The command line of each host's launcher."""
 
     #: The value of -n, for hosts that have no number of their own; None: not given.
     ranks: str | None
@@ -80,7 +80,7 @@ class Line:
         """Return the line for the host's shell.
 
         Args:
-            host: which one.
+            host: the host.
             cwd: the folder to start in.
             env: variables to set.
         """
@@ -144,7 +144,7 @@ class _Unfinished:
 
 
 class _Job:
-    """The hosts' launchers, and what they show here."""
+    """The hosts' launchers, and their output here."""
 
     def __init__(self, connections: Sequence[Connection], *, grace: float) -> None:
         self._connections = connections
@@ -234,7 +234,7 @@ class _Job:
         return failed or int(self._lost) or stopped
 
     def _note_ends(self, now: float) -> None:
-        """Write down who has ended, and see to it that the others do as well."""
+        """Note which hosts have ended, and make the others end as well."""
         for each in self._connections:
             if each.open or each.host.name in self._ended:
                 continue
@@ -251,7 +251,7 @@ class _Job:
             self._press_at = now  # it waits for a machine that will not come
 
     def _press(self, now: float) -> None:
-        """Have those end that go on without the others: by SIGTERM, then by the end of their connections."""
+        """End launchers that continue without the others: by SIGTERM, then by the end of their connections."""
         self._pressed += 1
         self._press_at = now + self._grace + _LAST
         for each in self._connections:

@@ -50,11 +50,11 @@ class Attempt:
     Args:
         round_: the machines that start together, and this one's place among them.
         home: the job's private folder.
-        number: how many attempts came before on this machine.
+        number: the number of attempts before this one on this machine.
         grace: seconds between asking the ranks to stop and killing them.
         measures: what the ranks are to measure, as :attr:`JobSpec.measures` has it; None: nothing.
         binding: to which cores its ranks are bound.
-        terminal: the descriptor of what ranks are lent at a breakpoint; None: there is no terminal.
+        terminal: the descriptor of the terminal that ranks are lent at a breakpoint; None if there is none.
         warming_up: seconds that a rank which has taken fewer than two steps may hold up the others.
     """
 
@@ -101,7 +101,7 @@ class Attempt:
             ras=self._ras,
             warming_up=warming_up,
         )
-        #: What was said of the hang for which this start's ranks were stopped; None: they were not.
+        #: The report on the hang for which this start's ranks were stopped; None: they were not stopped for one.
         self.stopped_for: ReportedHang | None = None
         #: Rank -> where its flight recorder's file is kept; of ranks that have left one.
         self.flight_recorders: dict[int, Path] = {}
@@ -111,11 +111,11 @@ class Attempt:
         self._outcome: Outcome | None = None
 
     def fork(self, rank: int, job: dict[str, Any]) -> Fork:
-        """Return what the zygote is asked for: one rank of this machine, with its variables and cores.
+        """Return the request to the zygote to fork one rank of this machine, with its variables and cores.
 
         Args:
-            rank: which.
-            job: what it is to run; see rank.py.
+            rank: the rank to fork.
+            job: the program that it runs; see rank.py.
         """
         local_rank = self.local_rank[rank]
         cpus = self.binding.of(local_rank)
@@ -153,7 +153,7 @@ class Attempt:
         return self._pages.look(rank)
 
     def lines(self, rank: int) -> int:
-        """Return what a rank has noted of the line that it wrote last; see Note [Begun lines] in job/terminal.py."""
+        """Return a rank's note on the line that it wrote last; see Note [Begun lines] in job/terminal.py."""
         return self._pages.get(rank, Cell.LINES)
 
     @property
@@ -176,7 +176,7 @@ class Attempt:
         return FailureRecord.read(self.folder, rank)
 
     def outcome(self, streams: Streams | None = None) -> Outcome:
-        """Return how this attempt has ended, as it was when first asked: records and counters are read once.
+        """Return how this attempt has ended. Records and counters are read at the first call only.
 
         Args:
             streams: where the ranks' output went; None: to the caller's own streams.
@@ -198,7 +198,7 @@ class Attempt:
         return self._outcome
 
     def dump(self, reported: ReportedHang, home: Path) -> Path:
-        """Keep what tells of a hang in the folder of the run's logs; see :func:`~lockstep.launch.on_hang.dump`."""
+        """Keep the evidence of a hang in the folder of the run's logs; see :func:`~lockstep.launch.on_hang.dump`."""
         watchdog.ask_flight_recorders(self._files)
         return dump(home, reported, self._files)
 
@@ -218,7 +218,7 @@ class Attempt:
             kept = Path(shutil.move(written, home / written.name))
             kept.chmod(0o600)
         except OSError as error:
-            say(f"what the flight recorder of rank {rank} has written can't be kept: {describe(error)}")
+            say(f"the file of rank {rank}'s flight recorder can't be kept: {describe(error)}")
         else:
             self.flight_recorders[rank] = kept
 
@@ -283,9 +283,9 @@ class Launcher:
         self.selector = selectors.PollSelector()  # epoll refuses regular files, which standard output may be
         self._next_look = 0.0
         self._on_hang = HangResponse(spec.on_hang)
-        #: Tells a command of the user's what becomes of the job.
+        #: Runs the user's command at events of the job.
         self._notifier = Notifier(spec.notify)
-        #: The report of which it was told last.
+        #: The last report that the command was run for.
         self._notified: ReportedHang | None = None
         #: The summaries of earlier starts, and the peak memory in them of each rank of this machine.
         self._summaries: list[Summary] = []
@@ -319,10 +319,10 @@ class Launcher:
         """Wait until there is something to read or to do; meanwhile look at the ranks' pages.
 
         Args:
-            moments: when the caller has something to do, on the monotonic clock; None: it has not.
+            moments: times on the monotonic clock at which the caller has something to do; None: never.
 
         Returns:
-            what in :attr:`selector` is ready.
+            the files in :attr:`selector` that are ready.
         """
         hangs, select, clock = self.attempt.hangs, self.selector.select, time.monotonic
         deadline = self.policy.deadline if self.policy.alive else None
@@ -338,7 +338,7 @@ class Launcher:
                 return {key.fileobj for key, _ in ready}
 
     def hear(self, ready: set[object]) -> list[Answer]:
-        """Read what the zygote has said, act on what it says of ranks, and return it all."""
+        """Read the zygote's messages, act on those about ranks, and return them all."""
         if self.zygote not in ready:
             return []
         try:
@@ -374,8 +374,8 @@ class Launcher:
         """Tell the command of ``--notify``, unless another machine's launcher does.
 
         Args:
-            notice: what it is told of.
-            text: for people.
+            notice: the event.
+            text: the event in words, for people.
             code: of the hang, the failure or the end.
             exit_code: the job's; None: it has not ended.
         """
@@ -396,7 +396,7 @@ class Launcher:
         )
 
     def finish_notices(self) -> None:
-        """Wait until the command of ``--notify`` has been told all, each time for no longer than its limit."""
+        """Wait until the command of ``--notify`` has been run for all events, each run within its limit."""
         for text in self._notifier.finish():
             say(text)
 
@@ -424,7 +424,7 @@ class Launcher:
         Args:
             exit_code: the job's.
             end: how the job ended.
-            word: what was said of that end.
+            word: the message about that end.
         """
         self._see_folder()
         said = self.attempt.hangs.ended(self.policy.states)
@@ -480,7 +480,7 @@ class Launcher:
         try:
             text = self._on_hang.announce(attempt.dump(reported, self.recorder.make_folder()))
         except OSError as error:
-            text = f"what tells of the hang can't be kept: {describe(error)}"
+            text = f"the report on the hang can't be written: {describe(error)}"
         say(text)
         self.recorder.event("hang", text)
 
@@ -490,8 +490,8 @@ class Launcher:
         self.recorder.add(progress, {rank: state.pid for rank, state in states.items()})
 
     def _end_start(self) -> None:
-        """Record what the ranks have done to their end, and sum it up: also if they have ended before somebody looked
-        at their steps."""
+        """Record what the ranks have done up to their end, and sum it up, also if they ended before their steps were
+        ever looked at."""
         attempt, now = self.attempt, time.monotonic()
         before = attempt.steps_before(attempt.round.local_ranks[0])
         summary = attempt.hangs.summary(
@@ -532,7 +532,7 @@ class Launcher:
         )
 
     def _end_trace(self) -> list[str]:
-        """Write this start's trace, if a rank was started; return what there is to say."""
+        """Write this start's trace, if a rank was started; return the messages for the user."""
         tracer, self._tracer = self._tracer, None
         states = self.policy.states.values()
         if tracer is None or all(state.pid is None for state in states):
@@ -572,7 +572,7 @@ class Launcher:
         self.attempt.lender.lend()
 
     def _see_folder(self) -> None:
-        """Say once that the job's folder was removed. The job goes on, and can tell less about how it ends."""
+        """Say once that the job's folder was removed. The job continues, but can report less about how it ends."""
         if not self._told_of_loss and not self.attempt.folder.is_dir():
             self._told_of_loss = True
             say(

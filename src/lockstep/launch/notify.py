@@ -47,14 +47,14 @@ class Notifier:
     """Runs a command for each thing that it is told, one after the other.
 
     Args:
-        command: for a shell; None: there is none, and nothing is told.
+        command: the shell command; None: there is none, and nothing is run.
     """
 
     def __init__(self, command: str | None) -> None:
         self._command = command
         self._waiting: deque[tuple[Notice, bytes]] = deque()
         self._running: _Running | None = None
-        #: What is to be said of commands that could not be started.
+        #: Messages about commands that could not be started.
         self._troubles: list[str] = []
 
     def tell(self, notice: Notice, text: str, **facts: Any) -> None:
@@ -128,7 +128,7 @@ class _Running:
         self._until = time.monotonic() + self._limit
 
     def look(self, now: float) -> str | None:
-        """Return what there is to say of the command, which has ended, or ends here; None: it runs still."""
+        """Return the message about the command, which has ended, or is ended here; None: it still runs."""
         code = self._process.poll()
         if code is None and now < self._until:
             return None
@@ -136,7 +136,7 @@ class _Running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-            what = f"was not done within {self._limit:g} s, and was killed"
+            what = f"did not end within {self._limit:g} s, and was killed"
         elif code == 0:
             self._output.close()
             return ""
@@ -144,7 +144,7 @@ class _Running:
             what = f"failed with exit code {code}" if code > 0 else f"was killed by signal {-code}"
         last = self._last_words()
         self._output.close()
-        return f"the command of --notify {what}; it was told: {self._notice.value}{last}"
+        return f"the command of --notify {what}; the event was: {self._notice.value}{last}"
 
     def _last_words(self) -> str:
         size = self._output.seek(0, os.SEEK_END)

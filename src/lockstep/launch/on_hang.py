@@ -1,8 +1,8 @@
 """What a launcher does about ranks that hold up the others, besides the report: ``--on-hang``.
 
-``report`` does no more. ``dump`` keeps what tells of the hang with the run's logs, while it is there to be seen.
-``restart`` does that too, and if the report has stood for some seconds it stops the ranks, which is a failure like any
-other: it counts as a restart, and the same hang at the same step twice in a row is not tried a third time.
+``report`` does no more. ``dump`` keeps the evidence of the hang with the run's logs while it still exists. ``restart``
+does that too, and if the report has stood for some seconds it stops the ranks, which is a failure like any other: it
+counts as a restart, and the same hang at the same step twice in a row is not tried a third time.
 
 A report stands from when it was made until the late ranks move on. Ranks in a debugger are not reported, so nothing is
 done about them.
@@ -37,7 +37,7 @@ class OnHang:
     """What the user has asked for."""
 
     action: HangAction = HangAction.REPORT
-    #: Seconds for which a report stands before the ranks are started again.
+    #: Seconds from the report until the ranks are started again.
     seconds: float = _SECONDS
 
     @classmethod
@@ -55,8 +55,8 @@ class OnHang:
                 raise ValueError
         except ValueError:
             raise ValueError(
-                f"--on-hang={text}: expected 'report', 'dump', 'restart' or 'restart:SECONDS', the seconds for which a "
-                "report stands before all ranks start again"
+                f"--on-hang={text}: expected 'report', 'dump', 'restart' or 'restart:SECONDS', the seconds from the "
+                "report until all ranks start again"
             ) from None
         return cls(action, after)
 
@@ -77,7 +77,7 @@ class HangResponse:
         """Return what is to be done now.
 
         Args:
-            reported: the report that stands; None: there is none.
+            reported: the report that still holds; None if there is none.
             now: on the monotonic clock.
         """
         wanted, due = self._wanted, []

@@ -196,7 +196,7 @@ class OutputSink:
         self.owner = None if end else rank
 
     def write(self) -> None:
-        """Write what can be written without waiting."""
+        """Write as much as is possible without waiting."""
         poll = select.poll()
         poll.register(self.fd, select.POLLOUT)
         while self.backlog and poll.poll(0):
@@ -229,7 +229,7 @@ class OutputSource:
     since: float = 0.0
 
     def read(self, now: float) -> bool:
-        """Take what came; False at the end."""
+        """Take the bytes that have come; False at the end."""
         try:
             data = os.read(self.fd, _CHUNK)
         except OSError:
@@ -241,7 +241,8 @@ class OutputSource:
         return bool(data)
 
     def settle(self, now: float) -> None:
-        """Hand over what may be shown: whole lines when no other rank's line is open; anything once it waited long."""
+        """Hand over the output that may be shown: whole lines if no other rank's line is open; anything that has waited
+        long."""
         late = now - self.since >= PATIENCE
         if not self.prefix or late:
             end = len(self.held)
@@ -274,7 +275,7 @@ class OutputSource:
 
 
 class Relay:
-    """All sources and sinks of a job. It keeps ``selector`` waiting for what it can make use of."""
+    """All sources and sinks of a job. It registers in ``selector`` the descriptors that it can use now."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -306,11 +307,12 @@ class Relay:
         self._watch()
 
     def sink(self, fd: int) -> OutputSink | None:
-        """Return what leads to the launcher's own ``fd``; None: nothing is relayed there."""
+        """Return the sink of the launcher's own ``fd``; None: nothing is relayed there."""
         return self._sinks.get(fd)
 
     def finish_sources(self) -> None:
-        """Take what is left in the pipes of processes that have all ended, before others write to new ones."""
+        """Take the output that is left in the pipes of processes that have all ended, before others write to new
+        ones."""
         for fd in list(self._sources):
             while fd in self._sources and _readable(fd):  # at the end it is readable, too
                 self._take(fd, time.monotonic())
@@ -433,7 +435,7 @@ class LogFolder:
         return self.path is not None and not self.path.is_dir()
 
     def close(self) -> None:
-        """Remove what stayed empty in a folder of our own, and old jobs beyond the newest ones."""
+        """Remove empty files from a folder of our own, and old jobs beyond the newest ones."""
         if self.path is not None and self._given is None:
             for log in self._opened:
                 with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ is final
   not counted as one.
 - if it is the last one once more: the same rank, the same step, the same error. Numbers in a message are not compared:
   they are process ids and losses. A signal from outside (SIGKILL, SIGTERM) is not the job's error and never the same,
-  unless the kernel sent it because memory was out.
+  unless the kernel sent it because memory ran out.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class KilledFor(enum.Enum):
 
 #: The exit code of a job whose ranks were stopped because one held up the others, as ``timeout`` has it.
 HUNG = 124
-#: Stands among the signals for the end of the time that a job was given; no process is sent it.
+#: A number beside the signals' for the end of a job's time limit; it is never sent to a process.
 TIME_LIMIT = signal.SIGALRM
 
 
@@ -134,7 +134,7 @@ class Policy:
         Where all have saved and are on their way out, no way to end is an error, and the others have time to follow.
 
         Args:
-            rank: which.
+            rank: the rank that ended.
             exit_code: negative for a signal.
             at: when, on the monotonic clock, in seconds.
             peak: the most memory it ever had, in bytes.
@@ -193,7 +193,7 @@ class Policy:
         return self._kill(now, KilledFor.AT_ONCE)
 
     def leave(self, now: float) -> list[Order]:
-        """Ask the ranks to save and leave, though nobody wants the job to end: it goes on with other machines."""
+        """Ask the ranks to save and leave, although the job does not end: it continues with other machines."""
         if self.stopping:
             return []
         self._give(self.grace, now)
@@ -265,7 +265,7 @@ class FailureKind(CodedEnum):
     RAISED = "an exception", "rank-raised"
     EXITED = "an exit code of its own", "rank-exited"
     KILLED = "a signal", "rank-killed"
-    MEMORY = "the kernel, since memory was out", "rank-out-of-memory"
+    MEMORY = "the kernel, because memory ran out", "rank-out-of-memory"
     STUCK = "nothing: it could not be killed", "rank-unkillable"
     HUNG = "the launcher, since it held up the others", "rank-hung"
 
@@ -322,7 +322,7 @@ class Ending:
 
     @property
     def cause(self) -> str:
-        """One phrase: an exit code, a signal's name, or the exception."""
+        """The cause in one phrase: an exit code, a signal's name, or the exception."""
         if self.record is not None and self.record.type != "SystemExit":
             return self.record.summary
         return self.status
@@ -360,7 +360,7 @@ def failure_facts(
         ending: of that rank.
         step: the optimizer steps of the whole run; None: not counted.
         taken: those since this start.
-        out_of_memory: whether the kernel killed it because memory was out.
+        out_of_memory: whether the kernel killed it because memory ran out.
     """
     record, code = ending.record, ending.state.exit_code
     was_killed = (record is None or ending.was_aborted) and code is not None and code < 0
@@ -387,7 +387,7 @@ def failure_facts(
 
 
 def hang_facts(rank: int, *, step: int | None, taken: int | None) -> dict[str, Any]:
-    """Return the same of a rank that was stopped with all others because it held them up.
+    """Return the same facts about a rank that was stopped, with all others, because it held them up.
 
     Args:
         rank: the first of those who did.

@@ -88,8 +88,8 @@ def _refuse_accelerator(name: str) -> None:
         title = accelerator.title(kind)
         raise LaunchError(
             f"importing {name} has initialised {title}. The ranks are forked from the process that imports it, and "
-            f"torch refuses {title} in them then. Take {name} out of {knobs.PRELOAD}, and the program imports it "
-            f"itself; or let it use the {accelerator.noun(kind)} in a function, and not while it is imported"
+            f"torch refuses {title} in them then. Take {name} out of {knobs.PRELOAD}, so that the program imports it "
+            f"itself; or let {name} use the {accelerator.noun(kind)} in a function, and not while it is imported"
         )
 
 
@@ -185,9 +185,9 @@ def _warn(name: str) -> None:
     if any(place in frame.f_code.co_filename for place in _INSTALLED):
         return
     warnings.warn(
-        f"{name} is set too late: {_read[name]} has read it when it was imported, and lockstep's launcher does that "
-        f"before the program begins. Set it in front of the command ({name}=… lockstep run …); or start with "
-        f"{knobs.PRELOAD}= (empty, or without what reads it), and the program imports it itself",
+        f"{name} is set too late: {_read[name]} reads it when it is imported, which lockstep's launcher does before "
+        f"the program begins. Set it in front of the command ({name}=… lockstep run …); or start with "
+        f"{knobs.PRELOAD}= (empty, or without that module), so that the program imports it itself",
         stacklevel=3 + depth,
     )
 

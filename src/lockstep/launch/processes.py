@@ -3,7 +3,7 @@
 Note [No orphans]
 ~~~~~~~~~~~~~~~~~
 Launcher and zygote are child subreapers: a process whose parent dies becomes theirs, so everything a job ever started
-stays below one of them, also what left its process group or session. Then:
+stays below one of them, also what left its process group or session. If one of them dies:
 
 - The launcher dies: the zygote sees the control socket close, ends everything below itself, and leaves.
 - The zygote dies: its ranks die by the parent-death signal, the rest becomes the launcher's, which ends it.
@@ -14,10 +14,10 @@ Note [Asked while leaving]
 A rank is asked for its stacks by a signal that ends a process without a handler. The handler is faulthandler's, and
 goes before its process does: when the interpreter is taken down, when a program resets it or executes another one. To
 look for it first is not enough, since it may go between the look and the signal. So the zygote ignores the signal
-before there are ranks: what faulthandler restores is what it has found, and an interpreter on its way out can't be
-killed by a question. What ranks start inherits that, as it inherits all ignored signals; a program that has a use for
-this one sets a handler. An exec turns a handler into the default and not into what was below it, so the zygote looks
-for the handler at the last moment, as it does for SIGUSR1, and who is known to be leaving is not asked.
+before there are ranks: faulthandler restores the state that it found, so an interpreter that is leaving can't be killed
+by the signal. Processes that ranks start inherit that, as all ignored signals; a program that uses this one sets a
+handler. An exec turns a handler into the default and not into what was below it, so the zygote looks for the handler at
+the last moment, as it does for SIGUSR1, and a rank that is known to be leaving is not asked.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def leave_teardown_to_the_kernel() -> None:
 
 
 def leave_finalizers_to_the_kernel() -> None:
-    """Skip at this process's end the finalizers (``weakref.finalize``) that there are so far. torch registers thousands
-    when it is imported, to undo what goes with the process."""
+    """Skip at this process's end the finalizers (``weakref.finalize``) that exist so far. torch registers thousands
+    when it is imported, to undo things that end with the process anyway."""
     for info in getattr(weakref.finalize, "_registry", {}).values():  # (private; without it they only take their time)
         info.atexit = False
 
@@ -174,7 +174,7 @@ def reap() -> list[Dead]:
 
 
 def _has_children(spared: set[int]) -> bool:
-    """Return whether this process has children beside ``spared``, including dead ones that nobody has waited for."""
+    """Return whether this process has children beside ``spared``, including dead ones that were not waited for."""
     if spared:
         return bool(set(_proc.children(os.getpid())) - spared)
     try:
@@ -190,8 +190,8 @@ def remove_shared_memory(dead: set[int]) -> None:
     torch names such memory ``torch_<process>_<random>_<count>`` and unlinks it a few instructions later.
 
     Args:
-        dead: the process ids that the workers had. Where another process has one of them by now, what is older than
-            that process, and not open in it, is removed as well.
+        dead: the process ids that the workers had. If another process has one of them by now, files that are older than
+            that process, and not open in it, are removed as well.
     """
     with contextlib.suppress(OSError):  # no /dev/shm here
         for name in os.listdir("/dev/shm"):

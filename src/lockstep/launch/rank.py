@@ -43,7 +43,7 @@ INTERRUPTED = 128 + signal.SIGINT
 
 @dataclass(frozen=True)
 class Task:
-    """What one forked process is to be."""
+    """The job of one forked process."""
 
     rank: int
     #: Variable -> its value; None unsets it.
@@ -121,7 +121,7 @@ def _take_streams(fds: Sequence[int], *, rank: int | None) -> None:
 
 
 def _take_page() -> None:
-    """Tell the launcher from now on what this rank does and how many steps it takes, by whichever optimizer."""
+    """Tell the launcher, from now on, what this rank does and how many steps its optimizers take."""
     folder, identity = knobs.job_dir(), Identity.from_environment()
     if folder is None:
         return
@@ -237,8 +237,8 @@ def run_script(path: str, args: list[str], *, file: str | None = None) -> None:
     Args:
         path: the program, as the user has named it.
         args: its arguments.
-        file: where its text is; None: at ``path``. Else it came through a pipe, and imports what the current folder
-            has, as from ``python -``.
+        file: the file with its text; None: ``path``. Otherwise it came through a pipe, and imports from the current
+            folder, as under ``python -``.
     """
     _present_as([path, *args])
     if not _safe_path():
@@ -308,7 +308,7 @@ _received: list[int] = []
 
 
 class SentDescriptor:
-    """Stands for a descriptor in pickled arguments; where multiprocessing's own spawn has ``DupFd``."""
+    """A placeholder for a descriptor in pickled arguments, like ``DupFd`` of multiprocessing's own spawn."""
 
     def __init__(self, place: int) -> None:
         self._place = place
@@ -319,7 +319,7 @@ class SentDescriptor:
 
 
 def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool, by_value: bool) -> None:
-    """Become what a process that multiprocessing spawned is, and run the function that the parent packed.
+    """Become like a process that multiprocessing spawned, and run the function that the parent packed.
 
     What is unpickled here comes over an inherited descriptor from the process that called ``lockstep.spawn``: never
     from disk, never from the network.
@@ -330,7 +330,7 @@ def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool, by_value: bool
             descriptors among the arguments.
         shared_tracker: the parent has a resource tracker; using the same one keeps shared memory alive that is the
             parent's when this rank ends.
-        by_value: what it returns is pickled as by_value.py does.
+        by_value: the returned value is pickled as by_value.py does.
     """
     from multiprocessing import process, resource_tracker, spawn  # a script's rank needs none of them
 
@@ -360,9 +360,9 @@ def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool, by_value: bool
 def _run(program: Callable[[], None], rank: int, *, silent: bool, shared: bool = False, held: bool = False) -> None:
     """Run ``program``. On an exception: leave a record, print it as Python would, and exit as Python would.
 
-    ``silent``: the record says it all, because its reader raises it as an exception. ``shared``: all ranks print to the
-    same place, where one error of lockstep's that all have is shown once. ``held``: an error is first looked at in a
-    debugger.
+    ``silent``: print nothing, because the reader of the record raises it as an exception. ``shared``: all ranks print
+    to the same place, where one error of lockstep's that all have is shown once. ``held``: an error is first looked at
+    in a debugger.
     """
     this_process = os.getpid()
     try:
@@ -407,15 +407,16 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool, shared: bool =
 
 
 def _begin_to_leave(this_process: int) -> None:
-    """Say that the program is over. SIGUSR1 has nothing left to ask for, and would end an interpreter on its way out,
-    which has let go of its handlers."""
+    """Say that the program is over. From now on SIGUSR1 could only do harm: it would end an interpreter that is leaving
+    and has reset its handlers."""
     flight.current.enter(Phase.LEAVING)
     if os.getpid() == this_process and signal.getsignal(SAVE) == signal.SIG_DFL:
         signal.signal(SAVE, signal.SIG_IGN)
 
 
 def _exit_code(stop: SystemExit) -> int:
-    """Return the code that a process ends with. The kernel keeps eight bits of it: what is not 0 does not become 0."""
+    """Return the code that a process ends with. The kernel keeps eight bits of it, and a code other than 0 must not
+    become 0."""
     if stop.code is None:
         return 0
     if not isinstance(stop.code, int):
@@ -424,8 +425,8 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _ignore_deaths_of_workers() -> None:
-    """Turn off torch's handler, which raises in whatever runs when a DataLoader worker dies: the error that came first
-    is the one to report."""
+    """Turn off torch's handler, which raises an error in whatever code runs when a DataLoader worker dies: the first
+    error is the one to report."""
     for _ in range(2):
         try:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -455,7 +456,7 @@ def _record(error: BaseException, rank: int, exit_code: int, at: float, *, quit_
 
 
 def _is_first_to_tell(error: LockstepError, rank: int) -> bool:
-    """Return whether no rank of this start has told the same error; the rank that it begins with does not count."""
+    """Return whether no rank of this start has reported the same error; the rank that it begins with does not count."""
     folder = knobs.job_dir()
     if folder is None:
         return True

@@ -80,7 +80,7 @@ class RasQuestion:
         self._thread.start()
 
     def answer(self) -> str | None:
-        """Return what NCCL finds, in some lines; empty: nobody has answered. None: it is still being asked."""
+        """Return what NCCL finds, in some lines; empty: NCCL has not answered; None: the answer is still to come."""
         return None if self._thread.is_alive() else self._heard
 
     def close(self) -> None:

@@ -67,13 +67,13 @@ def say_to(fd: int) -> None:
 
 
 def say(text: str, *, once: str = "", later: bool = False) -> None:
-    """Print one message of lockstep's own, after everything the ranks wrote.
+    """Print one of lockstep's own messages, after everything the ranks wrote.
 
     Args:
         text: the message.
-        once: the launchers of other machines say this, too, under the same name, and one of them is enough where the
-            messages of all are shown in one place; empty: it is about this machine.
-        later: another machine's launcher knows more, and its message is shown instead, if it sends one.
+        once: a name under which the launchers of other machines print this message, too; it is shown once if the
+            messages of all are shown in one place. Empty: it is about this machine.
+        later: if another machine's launcher sends this message, which knows more, that one is shown instead.
     """
     if _reader is None:
         (show if _screen is None else _screen.show)(f"lockstep: {text}")
@@ -104,7 +104,7 @@ def met() -> None:
 
 
 def ranks_by_default(count: int, *, cores: int, gpus: int) -> str:
-    """Say how many ranks there are where the user has not said it, and why.
+    """Say how many ranks are started if the user has not said it, and why.
 
     Args:
         count: the ranks of this machine.
@@ -145,7 +145,7 @@ class Outcome:
     note: StopNote | None = None
     #: Rank -> where its flight recorder's file is; see watchdog.py.
     flight_recorders: Mapping[int, Path] = field(default_factory=dict)
-    #: The rank from whose debugger a user has ended the job, and its line; None: nobody has.
+    #: The rank from whose debugger a user has ended the job, and its line; None: the job has not ended so.
     quit_by: tuple[int, str] | None = None
 
     @property
@@ -155,7 +155,7 @@ class Outcome:
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether the first failure was a kill by the kernel because memory was out."""
+        """Whether the first failure was a kill by the kernel because memory ran out."""
         return self.first is not None and out_of_memory(self.first, self.facts)
 
     @property
@@ -166,7 +166,7 @@ class Outcome:
 
     @property
     def quit(self) -> str:
-        """Where a user has ended the job by a debugger's ``q``, in words; empty: nobody has."""
+        """Where a user has ended the job by a debugger's ``q``, in words; empty: the job has not ended so."""
         return "" if self.quit_by is None else "ended at a breakpoint, on rank {} ({})".format(*self.quit_by)
 
     @property
@@ -181,7 +181,8 @@ def cause(signum: signal.Signals) -> str:
 
 
 def stopped(outcome: Outcome, signum: signal.Signals | None) -> str:
-    """Say how a job ended that was asked to stop: where it continues, if it has saved, and who left otherwise.
+    """Say how a job ended that was asked to stop: where it continues, if it has saved, and which ranks left in another
+    way.
 
     Args:
         outcome: how the attempt has ended.
@@ -216,7 +217,7 @@ def _has_raised(ending: Ending) -> bool:
 
 
 def _killed_by(ending: Ending, outcome: Outcome, signum: signal.Signals | None) -> str:
-    """Say of a rank that SIGKILL ended who sent it."""
+    """Say what sent the SIGKILL that ended a rank."""
     match ending.state.killed_for:
         case KilledFor.AT_ONCE:
             return f"{'it' if signum == signal.SIGQUIT else 'a second signal'} killed {{ranks}} at once"
@@ -225,12 +226,12 @@ def _killed_by(ending: Ending, outcome: Outcome, signum: signal.Signals | None) 
         case KilledFor.FAILURE:
             return f"{{ranks}} did not leave within {FAILURE_GRACE:g} s of another rank's failure and {{were}} killed"
     if out_of_memory(ending, outcome.facts):
-        return "the kernel killed {ranks} because memory was out"
+        return "the kernel killed {ranks} because memory ran out"
     return "{ranks} {were} killed by signal 9 (SIGKILL), which lockstep did not send"
 
 
 def _own_way(ending: Ending, *, saved: bool) -> str:
-    """Say of a rank that was asked to stop how it ended, if not as it was to; empty: it did, or its exception says it.
+    """Say how a rank that was asked to stop ended instead; empty if it stopped as asked, or its exception says how.
 
     One that has not saved may well die of the signal, or choose an exit code.
     """
@@ -247,12 +248,12 @@ _OUTSIDE = (Phase.EVALUATE, Phase.OWN, Phase.COMPILE, Phase.RESTORE)
 
 
 def is_outside_a_step(look: Look) -> bool:
-    """Return whether a rank does by its page what is no part of a training step."""
+    """Return whether a rank, by its page, does something outside of a training step."""
     return look.mark.phase in _OUTSIDE and not look.mark.waiting
 
 
 def outside_a_step(looks: Mapping[int, Look], signum: signal.Signals, *, left: float) -> str:
-    """Say what will become of ranks that a signal asks to save where they can't.
+    """Say what will happen to ranks that a signal asks to save where they can't.
 
     Args:
         looks: their pages.
@@ -301,9 +302,9 @@ def lost_when_done(why: str) -> str:
     """Say that a machine was cut off from the others when it had nothing left to do.
 
     Args:
-        why: in the words of who noticed it.
+        why: the reason, in the words of the part that noticed it.
     """
-    return f"{why}; all ranks of this machine had ended well by then, and those of the others may have, too"
+    return f"{why}; all ranks of this machine had succeeded by then, and those of other machines may have, too"
 
 
 def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
@@ -311,7 +312,7 @@ def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
 
     Args:
         outcome: how the attempt has ended.
-        elsewhere: the reader is at another machine, and has seen nothing of what the ranks wrote.
+        elsewhere: the reader is at another machine, and has not seen the ranks' output.
     """
     first = _speaker(outcome)
     blamed = "" if first.record is None else _blamed(first.record.message)
@@ -348,14 +349,14 @@ def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
 
 
 def stopped_for_hang(outcome: Outcome, text: str, seconds: float) -> str:
-    """Report that all ranks were stopped because of a hang; ``text`` is what was said of that, ``seconds`` ago."""
-    lines = [f"this has stood for {seconds:.0f} s, so all ranks were stopped (--on-hang restart):"]
+    """Report that all ranks were stopped because of a hang; ``text`` is the report on it, printed ``seconds`` ago."""
+    lines = [f"the ranks still waited {seconds:.0f} s after the report, so all were stopped (--on-hang restart):"]
     lines += [f"  {line}" for line in text.partition("\nNothing was stopped")[0].splitlines()]
     return "\n".join([*lines, *_flight_recorders(outcome.flight_recorders)])
 
 
 def _flight_recorders(kept: Mapping[int, Path]) -> Iterator[str]:
-    """Say where the files of flight recorders are, and what reads them."""
+    """Say where the files of flight recorders are, and which tool reads them."""
     if kept:
         file = next(iter(kept.values()))
         prefix = file.name.rstrip("0123456789")
@@ -377,7 +378,7 @@ def restarted(used: int, limit: int) -> str:
 
 
 def not_restarted(why: Refusal, failure: Failure, *, limit: int) -> str:
-    """Say, after a failure, why the job does not start again; nothing, if that was not asked for."""
+    """Say, after a failure, why the job does not start again; empty if restarts were not asked for."""
     if why is Refusal.NOT_ASKED:
         return ""
     if why is Refusal.BEFORE_FIRST_STEP:
@@ -390,7 +391,7 @@ def not_restarted(why: Refusal, failure: Failure, *, limit: int) -> str:
 
 
 def unseen(ranks: Sequence[int], folder: Path | None) -> str:
-    """Say in which folder the output is that was not shown."""
+    """Say which folder has the output that was not shown."""
     return f"what {which_ranks(ranks)} wrote is in {folder}"
 
 
@@ -408,7 +409,8 @@ def _last_lines(log: Path) -> list[str]:
 
 def stack_of_crash(text: str) -> list[str]:
     """Return the last stack that Python's faulthandler has written because of a crash, innermost call first, without
-    the frames of libraries; empty: there is none. If a thread has crashed that runs no Python, it is the main one's."""
+    the frames of libraries; empty if there is none. If the thread that crashed runs no Python, it is the main
+    thread's."""
     _, crash, stacks = text.rpartition(CRASH)
     if not crash:
         return []
@@ -425,7 +427,8 @@ def stack_of_crash(text: str) -> list[str]:
 
 
 def _blamed(message: str) -> str:
-    """Return the ranks that an error waited for in vain, by its own words, to begin the report with."""
+    """Return the ranks for which a failed rank waited in vain, by the words of its error; the report begins with
+    them."""
     found = re.search(r"(ranks? [\d, ]+) did not come", message)
     return f"{found[0]}: " if found else ""
 
@@ -436,7 +439,8 @@ def _concerned(ending: Ending, first: Ending) -> bool:
 
 
 def _speaker(outcome: Outcome) -> Ending:
-    """Return whose failure is told in full: the first one's, or that of a rank that failed alike where it was seen."""
+    """Return the rank whose failure is reported in full: the first one, or one with the same failure whose output was
+    seen."""
     first = outcome.first
     assert first is not None, "a rank failed"
     if first.shown:
@@ -445,7 +449,7 @@ def _speaker(outcome: Outcome) -> Ending:
 
 
 def _alike(one: Ending, other: Ending) -> bool:
-    """Return whether two ranks failed by the same error, but for the rank that it begins with.
+    """Return whether two ranks failed by the same error, apart from the rank with which it begins.
 
     A rank that was told to stop before it recorded such an error failed by itself: a stop raises no such error.
     """
@@ -512,7 +516,7 @@ def explain(ending: Ending, facts: MachineFacts) -> list[str]:
 
 
 def out_of_memory(ending: Ending, facts: MachineFacts) -> bool:
-    """Return whether the kernel killed this rank, or a worker of it, because memory was out."""
+    """Return whether the kernel killed this rank, or a worker of it, because memory ran out."""
     return bool(facts.memory_kills) and (_killed(ending) or _killed_worker(ending))
 
 
@@ -528,7 +532,7 @@ def _memory(ending: Ending, facts: MachineFacts) -> Iterator[str]:
     elif _killed(ending) and facts.memory_kills is None:
         yield "  (sent by another process, or by the kernel's out-of-memory killer: see dmesg)"
     elif _killed(ending):
-        yield "  (sent by another process: the kernel's out-of-memory killer has killed nothing here since the start)"
+        yield "  (sent by another process: the kernel's out-of-memory killer has killed nothing since the job began)"
 
 
 def _worker(ending: Ending, facts: MachineFacts) -> Iterator[str]:
@@ -660,7 +664,7 @@ def describe_late(verdict: HangVerdict, ranks: Mapping[int, Known], *, now: floa
 
 
 def describe_hang(verdict: HangVerdict, ranks: Mapping[int, Known], *, now: float, world_size: int) -> str:
-    """Say the same of ranks that are ended for it."""
+    """Report the same of ranks that are ended because of it."""
     lines = _hang(verdict, ranks, now=now, world_size=world_size)
     return "\n".join([*lines, *(f"{NEXT} {text}" for text in _calls_for_all(verdict, ranks))])
 
@@ -680,7 +684,7 @@ def _hang(verdict: HangVerdict, ranks: Mapping[int, Known], *, now: float, world
 
 
 def _what_to_do(verdict: HangVerdict, ranks: Mapping[int, Known]) -> str:
-    """Return what to do about ranks that are late, one of which may say so by itself."""
+    """Return the advice about late ranks."""
     for known in (ranks[rank] for rank in verdict.late):
         if known.facts is not None and known.facts.state == "T":
             return f"kill -CONT {known.pid} resumes rank {known.rank}"
@@ -693,7 +697,7 @@ def _what_to_do(verdict: HangVerdict, ranks: Mapping[int, Known]) -> str:
 
 
 def _calls_for_all(verdict: HangVerdict, ranks: Mapping[int, Known]) -> list[str]:
-    """Say of what ranks wait in that all must call it, where others wait elsewhere or have ended."""
+    """Say that all ranks must make the call in which some wait, if others wait elsewhere or have ended."""
     apart = verdict.kind is HangKind.APART or any(ranks[rank].exit_code is not None for rank in verdict.late)
     if not apart:
         return []
@@ -704,7 +708,7 @@ def _calls_for_all(verdict: HangVerdict, ranks: Mapping[int, Known]) -> list[str
 
 
 def over(verdict: HangVerdict, *, now: float) -> str:
-    """Say that the ranks which were late have moved on."""
+    """Say that the late ranks have moved on."""
     who = "the ranks have" if not verdict.late else f"{which_ranks(verdict.late)} {_have(verdict.late)}"
     return f"{who} moved on after {now - verdict.since:.0f} s"
 
@@ -731,11 +735,11 @@ def _apart(ranks: Mapping[int, Known], *, seconds: float, world_size: int) -> li
 
 
 def describe_rank(known: Known, now: float | None) -> list[str]:
-    """Say in full where a rank is that the others wait for, or that is to be ended.
+    """Say in full where a rank is for which the others wait, or which will be ended.
 
     Args:
-        known: what is known of it.
-        now: this moment, on the monotonic clock; None: its times say nothing.
+        known: the facts about it.
+        now: this moment, on the monotonic clock; None: the page's times can't be used.
     """
     look, stack = known.look, known.stack
     if known.exit_code is not None:
@@ -753,7 +757,7 @@ def describe_rank(known: Known, now: float | None) -> list[str]:
     if look.reason:
         lines.append(f"  inside lockstep.expect_slow({look.reason!r})")
     if stack is not None and stack.collects:
-        lines.append("  Python's garbage collector is at work")
+        lines.append("  Python's garbage collector is running")
     if stack is not None and stack.frames:
         lines.append("  its Python stack, the innermost line first:")
         lines += [f"    {frame}" for frame in stack.frames[:_FRAMES]]

@@ -32,7 +32,7 @@ class Returned:
     def __init__(self) -> None:
         self._file: int | None = os.memfd_create("lockstep-returned")
         self._value: Any = None
-        #: Why there is no value, though the rank returned one; empty: there is.
+        #: The reason why there is no value, though the rank returned one; empty: there is one.
         self._reason = ""
 
     @property
@@ -68,7 +68,7 @@ class Returned:
                     self._reason = f"{type(error).__name__}: {said(error)}"
 
     def close(self) -> None:
-        """Drop the value, if nobody has asked for it."""
+        """Drop the value if no caller has asked for it."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -103,7 +103,7 @@ class _Pickler(pickle.Pickler):
         self._torch: Any = sys.modules.get("torch")  # where it is not imported there are no tensors
 
     def reducer_override(self, value: object) -> Any:
-        """Say how ``value`` is pickled; ``NotImplemented``: as ever."""
+        """Decide how ``value`` is pickled; ``NotImplemented``: as pickle itself would."""
         if self._torch is None or not isinstance(value, self._torch.Tensor):
             return NotImplemented
         if value.device.type == "cpu" or value.is_meta:  # one of no device has nothing that could be copied

@@ -487,7 +487,7 @@ class _Run:
             self._launcher.zygote.kill()  # it may be busy importing for a while
 
     def _leave(self, others: Rendezvous, verdict: Verdict, *, meanwhile: bool) -> None:
-        """Have the client tell the other machines that the job is over, and leave.
+        """Have the client tell the other machines that the job is over, and then leave.
 
         Args:
             others: the client.
@@ -524,7 +524,7 @@ class _Run:
         self._launcher.zygote.finish()
 
     def _restart(self) -> None:
-        """Say what happened, and start all ranks again, now that nothing of the last attempt is left."""
+        """Say what happened, and start all ranks again, now that every process of the last attempt has ended."""
         verdict, attempt = self._verdict, self._launcher.attempt
         assert verdict is not None, "an attempt is over"
         if self._launcher.policy.stopped_by is not None:
@@ -729,7 +729,7 @@ class _Run:
         while self._relay.open and time.monotonic() < deadline:
             ready = {key.fileobj for key, _ in self._launcher.selector.select(0.1)}
             if self._signals in ready and any(a.signum != signal.SIGWINCH for a in self._signals.read()):
-                return  # nobody reads, and the user has had enough
+                return  # no reader takes the output, and the user wants an end
             self._relay.pump({fd for fd in ready if isinstance(fd, int)}, time.monotonic())
 
     def _conclude(self) -> tuple[int, RunEnd, str, str]:

@@ -1,4 +1,4 @@
-"""The launcher's own messages, among what the ranks write."""
+"""The launcher's own messages, among the ranks' output."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _LAUNCHER = -1
 
 
 class RunScreen:
-    """Shows the launcher's messages among what the ranks of this machine write; see Note [Begun lines] in
+    """Shows the launcher's messages among the output of this machine's ranks; see Note [Begun lines] in
     job/terminal.py.
 
     Args:
         launcher: knows the ranks' pages.
         streams: knows which ranks write past the relay.
-        relay: passes on what the others write.
+        relay: passes on the output of the other ranks.
     """
 
     def __init__(self, launcher: Launcher, streams: Streams, relay: Relay) -> None:
         self._launcher, self._streams, self._relay = launcher, streams, relay
         #: (Start, rank) -> the rank's note on its lines when the launcher last wrote.
         self._ended: dict[tuple[int, int], int] = {}
-        #: Messages that wait until nobody is at a prompt.
+        #: Messages that wait until no rank is at a prompt.
         self._kept: list[str] = []
 
     def show(self, text: str) -> None:
@@ -83,7 +83,7 @@ class RunScreen:
 
 
 def _last_byte(fd: int) -> bytes | None:
-    """Return the last byte that a file has got, a newline if it is empty; None: it is no file, or can't be read."""
+    """Return the last byte of a file, or a newline if it is empty; None if it is not a file, or can't be read."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return None
     try:

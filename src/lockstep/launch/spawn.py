@@ -73,24 +73,25 @@ def spawn(
 
     Args:
         fn: a function at the top level of a module, ``__main__`` included; or one that was typed at a prompt or in a
-            notebook, which the extra ``notebook`` sends by value, with the globals that it uses.
-        args: what to pass after the rank; anything that multiprocessing can send. CPU tensors arrive as shared memory.
-        nprocs: how many ranks.
+            notebook, which is sent by value, with the globals that it uses, if the extra ``notebook`` is installed.
+        args: arguments after the rank; anything that multiprocessing can send. CPU tensors arrive in shared memory.
+        nprocs: the number of ranks.
         join: wait for all of them. Otherwise return at once.
         daemon: what happens to ranks that were not joined when this process ends: True: they are ended, False: they
             are waited for. (Unlike multiprocessing's daemons, they may have children in any case.)
         start_method: ``"spawn"``; there is no other.
 
     Returns:
-        If ``join`` what the ranks returned, in order of rank, else a :class:`~lockstep.launch.spawn.SpawnContext`. What
-        a rank returns is pickled; tensors arrive as copies, on the CPU. In place of what can't be pickled, or not be
-        read here, stands None, and a ``RuntimeWarning`` says why; a rank that left by ``sys.exit(0)`` returned None.
+        If ``join``, what the ranks returned, in order of rank; otherwise a
+        :class:`~lockstep.launch.spawn.SpawnContext`. Returned values are pickled; tensors arrive as copies, on the CPU.
+        A value that can't be pickled, or not be read here, is replaced by None, and a ``RuntimeWarning`` says why; the
+        value of a rank that left by ``sys.exit(0)`` is None.
 
     Raises:
         RankFailed: a rank raised or died; the others were stopped. The message holds the rank's traceback.
         LaunchError: the ranks could not be started, or could not import ``__main__`` again.
         EnvironmentMismatch: ``MASTER_PORT`` is not a port.
-        TypeError: ``fn`` is a coroutine or generator function, of which a call runs nothing.
+        TypeError: ``fn`` is a coroutine or generator function, which runs nothing when it is called.
         ValueError: ``nprocs`` is less than 1, ``start_method`` is another, or the ranks can't be bound to cores as
             ``LOCKSTEP_BIND`` says.
     """
@@ -140,7 +141,7 @@ class SpawnContext:
             timeout: seconds to wait at most; None: until all have ended.
 
         Returns:
-            True when all ranks have ended well, False if some still run after ``timeout``.
+            True when all ranks have succeeded, False if some still run after ``timeout``.
 
         Raises:
             RankFailed: a rank failed; the others were stopped.
@@ -192,13 +193,13 @@ class SpawnContext:
                 self._ranks.fork(rank, packed)
 
     def _raise(self) -> None:
-        """Raise what the ranks have ended with, if it is an error."""
+        """Raise the error with which the ranks have ended, if there is one."""
         if self._ranks.error is not None:
             self._drop()
             raise self._ranks.error
 
     def _drop(self) -> None:
-        """Give up what nobody has asked for."""
+        """Drop the values that no caller has asked for."""
         for returned in self._returned:
             returned.close()
 
@@ -207,7 +208,7 @@ class SpawnContext:
             return self._returned[rank].take()
         except NotReturned as why:
             callsite.warn(
-                f"what rank {rank} returned from {self._name} did not arrive, and None stands in its place: {why}",
+                f"what rank {rank} returned from {self._name} did not arrive, and is replaced by None: {why}",
                 RuntimeWarning,
             )
             return None
@@ -247,7 +248,7 @@ def _is_typed(fn: Callable[..., object], preparation: dict[str, Any]) -> bool:
     """Return whether the caller's ``__main__`` is a prompt or a notebook, which the ranks can't import again.
 
     Raises:
-        LaunchError: the function is of that kind, and nothing can send it.
+        LaunchError: the function was typed there, and can't be sent.
     """
     is_of_main = getattr(fn, "__module__", None) == "__main__"
     is_at_prompt = hasattr(sys, "ps1")  # where classes of the arguments may have been typed as well

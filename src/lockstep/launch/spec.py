@@ -1,4 +1,4 @@
-"""Check what the user asked for: the program, how many ranks, on how many nodes, at which port, what is shown."""
+"""Check the user's request: the program, the number of ranks and of nodes, the port, the output that is shown."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEFAULT_REGROUP_AFTER = 60.0
 
 
 class Output(enum.Enum):
-    """Whose output is on the terminal."""
+    """The ranks whose output is on the terminal."""
 
     #: Show the first rank's output, unchanged; the other ranks' output goes to their logs.
     FIRST = "first"
@@ -46,7 +46,7 @@ class Output(enum.Enum):
 
 @dataclass(frozen=True)
 class Program:
-    """What every rank runs: a script, or a module as ``python -m`` would."""
+    """The program that every rank runs: a script, or a module as ``python -m`` would."""
 
     target: str
     args: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class Program:
 
     @property
     def words(self) -> list[str]:
-        """What was typed after the options of ``lockstep run``."""
+        """The words after the options of ``lockstep run``."""
         return [*(["-m"] if self.is_module else []), self.target, *self.args]
 
     @property
@@ -83,7 +83,7 @@ class JobSpec:
     """One node's part of a job. With several nodes, each starts its own part and they meet at the master's port."""
 
     program: Program
-    #: Ranks on this node.
+    #: The number of ranks on this node.
     nproc: int
     nnodes: int = 1
     node_rank: int = 0
@@ -98,9 +98,9 @@ class JobSpec:
     grace: float = DEFAULT_GRACE
     #: Seconds by which the ranks have saved and the job ends; None: no limit.
     max_time: float | None = None
-    #: What is done about ranks that hold up the others, besides the report.
+    #: The action about ranks that hold up the others, besides the report.
     on_hang: OnHang = field(default_factory=OnHang)
-    #: The command, for a shell, that is told what becomes of the job; None: there is none.
+    #: The shell command that is run at events of the job; None if there is none.
     notify: str | None = None
     #: True if the summary at the end is left out.
     quiet: bool = field(default_factory=knobs.quiet)
@@ -163,7 +163,7 @@ class JobSpec:
 
     @property
     def measures(self) -> dict[str, str | None]:
-        """The variables that say what ranks measure; None means unset."""
+        """The variables that set what ranks measure; None means unset."""
         return {
             knobs.TRACE: None if self.trace is None else f"{self.trace[0]}:{self.trace[1]}",
             knobs.FLOPS: "1" if self.flops else None,
@@ -176,12 +176,12 @@ class JobSpec:
         Args:
             address: with ``port``, where the ranks meet.
             port: see there.
-            number: how often the ranks were started before.
+            number: the number of starts before this one.
         """
         return Round(self.node_rank, (self.nproc,) * self.nnodes, address, port, number=number)
 
     def meeting(self) -> Options:
-        """Return what the rendezvous needs to know, with what all machines should have in common."""
+        """Return the options of the rendezvous, with the facts that should be the same on all machines."""
         assert self.rendezvous is not None, "it was asked for"
         program = f"-m {self.program.target}" if self.program.is_module else os.path.basename(self.program.target)
         alike = {
@@ -193,7 +193,7 @@ class JobSpec:
         return replace(self.rendezvous, backend=knobs.backend() or "", alike=alike)
 
     def arguments(self, local_rank: int) -> list[str]:
-        """Return what follows the program's name in this rank's ``sys.argv``."""
+        """Return the words after the program's name in this rank's ``sys.argv``."""
         own = [f"{self.local_rank_option}={local_rank}"] if self.local_rank_option is not None else []
         return [*own, *self.program.args]
 
@@ -218,7 +218,7 @@ def rank_environment(
         local_rank: which rank of this machine.
         folder: the private folder of this start of the job.
         interface: the network device that gloo is to use, whatever the host's name resolves to; None: it chooses.
-        measures: what the rank is to measure, as :attr:`JobSpec.measures` has it; None: nothing.
+        measures: what the rank measures, as :attr:`JobSpec.measures` has it; None: nothing.
         cores: those that the ranks of this machine share, if each is bound to some of them.
     """
     env: dict[str, str | None] = dict(round_.identity(local_rank).to_environment())
@@ -244,7 +244,7 @@ def parse_ranks(text: str, *, cores: int, gpus: int, option: str = "-n", auto: i
         cores: of this machine.
         gpus: of this machine.
         option: the option's name, for messages.
-        auto: what ``auto`` is where there is no GPU. None: one rank for two cores, at least one.
+        auto: the number that ``auto`` gives without a GPU. None: one rank for two cores, at least one.
 
     Raises:
         ValueError: ``text`` is none of these, or asks for GPUs on a machine without any.
@@ -271,8 +271,8 @@ def parse_nodes(text: str, *, standalone: bool = False, option: str = "--nnodes"
 
     Args:
         text: what the user wrote.
-        standalone: the user also said that it is one.
-        option: what the user wrote it after, for messages.
+        standalone: the user also said that the job takes one machine.
+        option: the option before it, for messages.
 
     Raises:
         ValueError: ``text`` is neither, or contradicts ``standalone``.
@@ -287,7 +287,7 @@ def parse_nodes(text: str, *, standalone: bool = False, option: str = "--nnodes"
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """What the user has said of this machine's place among those of the job; None: nothing."""
+    """The user's options on this machine's place among those of the job; None: not given."""
 
     nnodes: str | None = None
     node_rank: int | None = None
@@ -321,7 +321,7 @@ def node_place(options: NodeOptions, env: Mapping[str, str] = os.environ) -> Nod
     """Work out this machine's place: as the user has said, else as the scheduler that started this launcher says.
 
     Raises:
-        ValueError: an option makes no sense.
+        ValueError: an option is invalid.
         EnvironmentMismatch: the scheduler's variables are incomplete, contradict each other or the options, or several
             launchers were started where each would start the whole job.
     """
@@ -407,7 +407,8 @@ def _meeting(options: NodeOptions, endpoint: str, env: Mapping[str, str]) -> Nod
 
 
 def _meeting_of_pods(options: NodeOptions, env: Mapping[str, str]) -> NodePlace:
-    """Read what an elastic PyTorchJob of Kubeflow says in torchrun's variables; the user's options come first."""
+    """Read the variables of torchrun that an elastic PyTorchJob of Kubeflow sets; the user's options take
+    precedence."""
     missing = [name for name in ("PET_RDZV_ENDPOINT", "PET_NNODES") if not env.get(name)]
     if missing:
         raise EnvironmentMismatch(f"PET_RDZV_BACKEND=c10d is set but {joined(missing)} is not")
@@ -463,7 +464,7 @@ _MOST_FILES, _MOST_FOLDERS = 300, 100
 
 
 def check_program(program: Program) -> None:
-    """Refuse a program that is not there.
+    """Refuse a program that does not exist.
 
     Raises:
         ValueError: the script is missing, a folder or not readable, or the module does not exist.
@@ -477,8 +478,8 @@ def check_program(program: Program) -> None:
 def sources_of(program: Program) -> Iterator[str]:
     """Yield the text of a program's own file, then of the Python files in its folder and below.
 
-    Files that can't be read are left out, and after some hundred files or folders it ends: it serves to guess what a
-    program knows.
+    Files that can't be read are left out, and after some hundred files or folders it ends: it serves to guess which
+    options a program knows.
     """
     if program.text is not None:
         yield program.text.decode(errors="replace")
@@ -497,7 +498,7 @@ _LONGEST = 1 << 26
 
 
 def is_read_once(path: str) -> bool:
-    """Return whether a script's path names what only one process can read, and once: a pipe, or a descriptor."""
+    """Return whether a script's path can be read by one process only, and once: a pipe, or a descriptor."""
     if path == "-" or _DESCRIPTOR.fullmatch(os.path.abspath(path)):
         return True
     try:

@@ -27,8 +27,8 @@ class Tracer:
         folder: makes the folder of the run's logs, or returns it.
         home: the private folder of this start.
         round_: the machines that have started together.
-        asked: how many steps are to be traced, and how many come before them; None: nobody has asked for a trace, and
-            that of the steps which are traced anyway is written without a word.
+        asked: the number of steps to trace, and of steps before them; None: no trace was requested, and the trace of
+            the steps which are traced anyway is written without a message.
     """
 
     def __init__(self, folder: Callable[[], Path], *, home: Path, round_: Round, asked: tuple[int, int] | None) -> None:
@@ -43,7 +43,7 @@ class Tracer:
         self._began = time.time()
 
     def look(self) -> list[str]:
-        """Begin to write once all ranks of this machine are through, and return what there is to say.
+        """Begin to write once all ranks of this machine are through, and return the messages for the user.
 
         To be called once a second.
         """
@@ -55,17 +55,18 @@ class Tracer:
         return []
 
     def conclude(self, *, steps: int) -> list[str]:
-        """Write what there is, now that the ranks have ended, unless it was written; return what there is to say.
+        """Write what was recorded, now that the ranks have ended, unless it was written; return the messages for the
+        user.
 
         Args:
-            steps: that the ranks have taken, for the sentence that says why there is no trace.
+            steps: the number of steps that the ranks have taken, for the message that says why there is no trace.
         """
         if not any(self._opened(rank) for rank in self._round.local_ranks):
             if not self._on_demand:
                 return []
             count, first = self._asked
             if steps > first:
-                return [f"no trace: the ranks took {steps:,} steps and could not write it; what they wrote says why"]
+                return [f"no trace: the ranks took {steps:,} steps and could not write it; their messages say why"]
             least = max(0, steps - count)
             better = f"; --trace {min(count, steps)}:{least} would have traced the last ones" if steps else ""
             return [f"no trace: --trace {count}:{first} begins after {first:,} steps, and {steps:,} were taken{better}"]
@@ -128,7 +129,7 @@ class Tracer:
             self._said.append(f"the trace can't be written: {error}")
 
     def _path(self, node: int | None) -> Path:
-        # The name is the same on all machines. Of traces that nobody asked for, only the last start's is kept.
+        # The name is the same on all machines. Of traces that were not requested, only the last start's is kept.
         again = f"-restart{self._round.number}" if self._round.number and self._on_demand else ""
         of = f"-node{node}" if node is not None and len(self._round.ranks) > 1 else ""
         return self._folder() / f"trace{again}{of}.json.gz"
@@ -166,7 +167,7 @@ class Tracer:
 
 
 def _describe(trace: Trace, path: Path, *, alone: bool) -> list[str]:
-    """Say what a trace is of, and what it lacks."""
+    """Return in words which steps a trace has, and what it lacks."""
     about, ranks = trace.about, trace.ranks
     whole = "" if alone else " of this machine"
     said = [
@@ -174,7 +175,7 @@ def _describe(trace: Trace, path: Path, *, alone: bool) -> list[str]:
         f"{whole} is in {path}; https://ui.perfetto.dev opens it"
     ]
     if about["missing_ranks"]:
-        said.append(f"it has nothing of {which_ranks(about['missing_ranks'])}, which did not reach these steps")
+        said.append(f"it lacks {which_ranks(about['missing_ranks'])}, which did not reach these steps")
     if about["cut_off"]:
         said.append(f"it ends early for {which_ranks(about['cut_off'])}, which ended within it")
     if about["lost_events"]:

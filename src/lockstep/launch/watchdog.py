@@ -49,7 +49,7 @@ _LATE = re.compile(
     r"Timeout\(ms\)=(?P<limit>\d+)\)"
 )
 _ERROR = re.compile(r"watchdog thread terminated with exception: .*?(?P<error>NCCL error: [^\n]+)", re.DOTALL)
-#: What NCCL says where another process has ended (ncclRemoteError).
+#: NCCL's message if another process has ended (ncclRemoteError).
 _REMOTE = "remote process exited"
 
 
@@ -120,7 +120,7 @@ def record(
         is_recorded: whether the watchdog has written the flight recorder's file.
         waited: whether the rank waited for one that is late, by the launcher's account.
         about: describes the rank and its step.
-        late: the launcher's report on the late rank; empty: there is none.
+        late: the launcher's report on the late rank; empty if there is none.
     """
     if state.exit_code != -signal.SIGABRT or state.ended_at is None:
         return None

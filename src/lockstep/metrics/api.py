@@ -145,7 +145,7 @@ class Log:
             step: the step of the values, the same on every rank; it may stay the same, but not go back. None: one
                 more than the last. With a Checkpointer it is the Checkpointer's, and must not be given.
             samples: the number of this rank's samples that the values are means of. None: this rank's share of the
-                batch that the sharded loader handed out last, or 1 where there is none.
+                batch that the sharded loader handed out last, or 1 if there is none.
             named: values by name. Numbers of Python or NumPy and tensors with one element, of any real dtype and on any
                 device: each is the mean over this rank's samples. Texts: a line has rank 0's last one.
 

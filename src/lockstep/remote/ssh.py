@@ -65,7 +65,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         name = match["name"].strip("[]")
         host = Host(f"{match['user']}@{name}" if match["user"] else name, match["ranks"])
         if host.name in [other.name for other in hosts]:
-            raise ValueError(f"--hosts={text}: {host.name} is there twice; say {host.name}:N for N ranks there")
+            raise ValueError(f"--hosts={text}: {host.name} is named twice; write {host.name}:N for N ranks there")
         hosts.append(host)
     return tuple(hosts)
 

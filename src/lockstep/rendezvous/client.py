@@ -6,22 +6,22 @@ part is decided as Note [Membership] in ``membership.py`` says.
 
 Note [A round]
 ~~~~~~~~~~~~~~
-The machines that have met form a round. Machine 0 opens a new store on a free port, at which the ranks meet, so that
-nothing of an earlier round can be found there (in torch's own agent, ranks read addresses of the round before). Each
-machine counts up its signs of life twice a second, from when it comes until it leaves.
+The machines that have met form a round. Machine 0 opens a new store on a free port, at which the ranks meet, so that it
+holds nothing of an earlier round (in torch's own agent, ranks read addresses of the round before). Each machine counts
+up its signs of life twice a second, from when it comes until it leaves.
 
 A round ends by one *verdict*: the first machine that has a reason to end it writes it down (compare-and-set), and all
-act on it. A failure that reads like the echo of another (a lost peer) waits for the real one: until every other machine
-has been heard of since, for the peer may have been lost because its whole machine was.
+act on it. A failure that reads like the echo of another (a lost peer) is held back until every other machine has given
+a sign of life since, for the peer may have been lost with its whole machine.
 
-When all ranks of a machine have ended well it says so, and the last machine to say so writes the verdict DONE. Nothing
-is lost with a machine that has said so: it may be silent, or gone, until the others have ended. The machine that serves
+When all ranks of a machine have succeeded it says so, and the last machine to say so writes the verdict DONE. A machine
+that has said so is no longer needed: it may be silent, or gone, until the others have ended. The machine that serves
 the store leaves last.
 
 Between two rounds there are no ranks, and no round that a verdict could end: a machine of the last round that is told
 to stop then writes down the job's result, and the others read the job's end there.
 
-No machine waits inside the store: while it waits it looks there, hears its launcher, and gives signs of life.
+No machine blocks inside the store: while it waits, it polls the store, hears its launcher, and gives signs of life.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class _Client:
             return
 
     def say_gone(self) -> None:
-        """Spare the others the wait for signs of life of a machine that does not take part any more."""
+        """Tell the others that a machine no longer takes part, so that they do not wait for its signs of life."""
         if self._base is not None:
             with suppress(RuntimeError):  # the store has gone, and with it whoever looks there
                 self._base.set(self._key(f"gone/{self._name}"), "")
@@ -210,7 +210,7 @@ class _Client:
             yield command
 
     def _idle(self, seconds: float) -> None:
-        """Let some time pass in which the launcher says nothing but to leave."""
+        """Let some time pass, during which the launcher's only message can be to leave."""
         for _ in self._hear(seconds):
             pass
 
@@ -229,7 +229,7 @@ class _Client:
         self._channel.send(message)
 
     def _look_on(self, text: str) -> None:
-        """Tell the launcher that this client still looks, and the user what it looks for, if that is new."""
+        """Tell the launcher that this client is still looking, and the user what for, if that has changed."""
         now = time.monotonic()
         new = text if text != self._said else ""
         if new or now >= self._next_word:
@@ -259,7 +259,7 @@ class _Client:
             doubtful, why, now = knock.connected, knock.why or why, time.monotonic()
             if now >= self._limit:
                 raise _Refusal(
-                    f"the rendezvous at {self.endpoint} failed: {why}; that was so until --join-timeout"
+                    f"the rendezvous at {self.endpoint} failed: {why}; this lasted until --join-timeout"
                     + (_AGAIN if meet.last >= 0 else "")
                 )
             self._look_on(
@@ -294,7 +294,7 @@ class _Client:
         now = time.monotonic()
         if self._base is None or now < self._next_beat:
             return
-        if self._count and now - self._next_beat > self._times.silent / 2:  # this process stood still, and heard nobody
+        if self._count and now - self._next_beat > self._times.silent / 2:  # it stood still, and read nothing
             self._signs.pause(now - self._next_beat)
         self._count += 1
         self._base.set(self._key(f"beat/{self._name}"), json.dumps([self._count, self._ranks]))
@@ -337,7 +337,7 @@ class _Client:
         return {ticket: self._cards[ticket][0] for ticket in newest.values() if ticket not in spent}
 
     def _here(self, spent: Sequence[int]) -> dict[int, Card]:
-        """Return those of :meth:`_waiting` that live."""
+        """Return the cards of :meth:`_waiting` whose machines give signs of life."""
         waiting = self._waiting(spent)
         self._listen([card.name for card in waiting.values()])
         now = time.monotonic()
@@ -355,7 +355,7 @@ class _Client:
         return RoundAttempt.decode(self._shared.get(self._key("attempt"))) if self._has("attempt") else None
 
     def _fate(self, attempt: RoundAttempt) -> dict[str, Any] | None:
-        """Return what came of an attempt: ``{"failed": why}`` or ``{"made": …}``; None: it is not known yet."""
+        """Return the fate of an attempt: ``{"failed": why}`` or ``{"made": …}``; None: it has none yet."""
         name = f"attempt/{attempt.count}/fate"
         fate: dict[str, Any] | None = json.loads(self._shared.get(self._key(name))) if self._has(name) else None
         return fate
@@ -384,7 +384,7 @@ class _Client:
         missing = self._missing(attempt)
         if fate is None:
             if missing:
-                self._fail(attempt, "a machine that had come has gone")
+                self._fail(attempt, "a machine that had joined is gone")
             return False
         newest = {card.name: ticket for ticket, (card, _) in sorted(self._cards.items())}
         members = enumerate(zip(attempt.names, attempt.tickets, strict=True))
@@ -455,7 +455,7 @@ class _Client:
                 continue
             now = time.monotonic()
             if not self._has(f"card/{ticket}"):  # the last machine of another job has removed the file as it left
-                raise RuntimeError("what this machine had written has gone with a job that has ended")
+                raise RuntimeError("this machine's entries were removed together with those of a job that has ended")
             if ticket in self._cards and (attempt is None or self._is_over(attempt, fate)):
                 here = self._here(() if attempt is None else self._spent(attempt, fate))
                 fitting = {each: card for each, card in here.items() if not self._objection(mine, each)}
@@ -650,7 +650,7 @@ class _Client:
         raise _Refusal(why or f"the job at {self.endpoint} has ended, and no longer needed this machine", exit_code)
 
     def _place_to_come(self, attempt: RoundAttempt, now: float) -> str:
-        """Say what this machine waits for, once it has waited for a while: a round of others that goes on."""
+        """Say what this machine waits for, once it has waited for a while: a running round of other machines."""
         if self._waits_for != attempt.count:
             self._waits_for, self._waits_since = attempt.count, now
         if now - self._waits_since < self._times.searching:
@@ -666,7 +666,7 @@ class _Client:
         )
 
     def _keep_out_of(self, attempt: RoundAttempt, mine: Card) -> None:
-        """End if this machine does not fit those of a round that goes on."""
+        """End if this machine does not fit those of a running round."""
         misfits = [ticket for ticket in attempt.tickets if ticket in self._cards and self._objection(mine, ticket)]
         if len(misfits) == len(attempt.tickets):
             self._dismiss(mine, misfits[:1])
@@ -705,7 +705,7 @@ class _Client:
         """Return a sentence about each machine that does not fit and was not named yet."""
         new = [ticket for ticket in misfits if ticket not in self._named]
         self._named |= set(new)
-        return [f"a machine was not let in: {self._objection(mine, ticket)}" for ticket in new]
+        return [f"a machine was not admitted: {self._objection(mine, ticket)}" for ticket in new]
 
     def _dismiss(self, mine: Card, misfits: Sequence[int], *, told_by: int | None = None) -> NoReturn:
         """End because others do not fit. The machine with the store leaves after them, since they would miss it.
@@ -717,7 +717,7 @@ class _Client:
         """
         text = "; ".join(self._objection(mine, ticket) for ticket in misfits)
         limit = time.monotonic() + _DISMISSAL
-        with suppress(RuntimeError):  # where the store has gone, so has the machine that served it, and nobody is told
+        with suppress(RuntimeError):  # if the store is gone, so is the machine that served it
             for ticket in misfits if told_by is not None else ():
                 self._shared.set(self._key(f"refused/{ticket}"), str(told_by))
             self._shared.set(self._key(f"gone/{self._name}"), "")
@@ -773,7 +773,7 @@ class _Client:
                         self._write(self._verdict_key, verdict.to_json())
 
     def _newcomers(self, attempt: RoundAttempt, mine: Card) -> tuple[int, list[str]]:
-        """Return how many machines wait to join, and which may not, as far as they were not named yet."""
+        """Return how many machines wait to join, and messages about those that may not, each once."""
         self._read_cards()
         here = self._here((*attempt.spent, *attempt.tickets))
         here = {ticket: card for ticket, card in here.items() if card.name not in attempt.names}
@@ -843,7 +843,7 @@ def _newest(attempt: RoundAttempt, fate: dict[str, Any] | None) -> int:
 
 
 def _are_here(here: dict[int, Card], mine: Card) -> str:
-    """Say how many machines are there, and which."""
+    """Return in words how many machines have come, and which."""
     machines = f"{counted(mine.least, 'machine')} {'is' if len(here) == 1 else 'are'} here"
     return f"{len(here)} of {machines}: {'; '.join(card.place for card in here.values())}"
 

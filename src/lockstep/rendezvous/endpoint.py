@@ -53,7 +53,7 @@ class Knock(threading.Thread):
         self.why = ""
         #: True if a program accepted the connection.
         self.connected = False
-        #: An error that no other try would cure; None: there is none.
+        #: An error that another try would not cure; None if there is none.
         self.error: Exception | None = None
 
     def run(self) -> None:
@@ -117,8 +117,9 @@ class Knock(threading.Thread):
 
 
 def check_file(path: str) -> str:
-    """Check that torch's ``FileStore`` can use a file: in one of another form it would look for the missing part until
-    its time is over. An absent file is made (0600). Return why this can't be told yet; empty: the file can be used.
+    """Check that torch's ``FileStore`` can use a file: with one of another form, torch would look for the missing part
+    until its time is over. An absent file is made (0600). Return why this can't be told yet; empty: the file can be
+    used.
 
     Raises:
         ValueError: the file can't be used; the message says why, and what to do.
@@ -167,7 +168,7 @@ def _first_misfit(content: bytes) -> int | None:
 
 
 def _greeting(probe: socket.socket) -> str:
-    """Return what the other end does before it is asked anything; empty: nothing."""
+    """Return what the other end does before anything was sent to it; empty: nothing."""
     try:
         data = probe.recv(_WORDS)
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""The launcher's side of the rendezvous: start the client, hear of it, and notice when it is cut off."""
+"""The launcher's side of the rendezvous: start the client, read its messages, and notice when it is cut off."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Rendezvous:
     """The client process, as the launcher sees it. If it dies or is cut off, :meth:`start` another one.
 
     Args:
-        options: what the client needs to know.
+        options: the client's options.
     """
 
     def __init__(self, options: Options) -> None:
@@ -52,7 +52,8 @@ class Rendezvous:
 
     @property
     def due(self) -> float | None:
-        """When the client counts as cut off unless it says something before, on the monotonic clock; None: never."""
+        """The time on the monotonic clock at which the client counts as cut off, unless it sends a message before;
+        None: never."""
         return self._deadline
 
     def start(self) -> tuple[dict[str, Any], list[int]]:
@@ -88,7 +89,7 @@ class Rendezvous:
         self._send(leave)
 
     def receive(self) -> list[Event]:
-        """Return what the client has said. Raises EOFError if it is gone."""
+        """Return the client's messages. Raises EOFError if it is gone."""
         assert self._channel is not None, "a client was started"
         events = [event for event, _ in self._channel.receive()]
         for event in events:

@@ -12,8 +12,9 @@ An attempt has one *fate*, written once as well. All machines in it have to come
 then the first of them writes that it is made. Any machine that waits for one in vain writes that it has failed, and all
 meet again without that one. So either all start a round, or none does, and none with fewer machines than the minimum.
 
-Nobody compares clocks: a machine lives if its counter changes while another one looks on, for as long as that one's own
-monotonic clock says. A machine that stood still finds the attempt decided when it wakes up, and takes part in the next.
+No clocks are compared: a machine counts as alive if its counter changes while another machine watches, by the monotonic
+clock of the one that watches. A machine that stood still finds the attempt decided when it wakes up, and takes part in
+the next.
 
 A machine whose card does not fit (another key, another ``--nnodes``) is not counted. It ends when it sees that it does
 not fit the machine with the store, or a round that others have made; machine 0 names it, and a job that runs goes on.
@@ -33,7 +34,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Card:
-    """What a machine says of itself when it wants to take part."""
+    """A machine's description of itself when it wants to take part."""
 
     #: The identity of its rendezvous client, which stays from round to round.
     name: str
@@ -41,7 +42,7 @@ class Card:
     started: int
     host: str
     address: str
-    #: Ranks on this machine.
+    #: The number of ranks on this machine.
     ranks: int
     #: The bounds of ``--nnodes``.
     least: int
@@ -129,8 +130,8 @@ def encode_card(card: Card, *, key: str, ticket: int) -> str:
 def decode_card(written: str | bytes, *, key: str, ticket: int) -> tuple[Card, bool]:
     """Return a card, and whether its machine knows the key.
 
-    Another version of lockstep may say more or less on its card. It is read all the same, so that its machine can be
-    refused by name, and does not end the job of those that read it. Text that is no card counts as that of a machine
+    The card of another version of lockstep may hold more or less. It is read nevertheless, so that its machine can be
+    refused by name, and does not end the job of those that read it. Text that is not a card counts as that of a machine
     without a name, which does not know the key.
     """
     try:
@@ -188,7 +189,7 @@ def enough(cards: Mapping[int, Card], *, since: float | None, now: float, last_c
 
     Args:
         cards: by ticket, of all that fit, live and want to take part: at least one, this machine's own.
-        since: since when there have been enough of them, on this machine's clock; None: there are not.
+        since: the time since when there have been enough of them, on this machine's clock; None: there are not enough.
         now: the same clock.
         last_call: seconds that further machines have to come.
     """

@@ -25,7 +25,7 @@ class Round:
 
     #: This machine's number, from 0.
     node_rank: int
-    #: Ranks on each machine.
+    #: The number of ranks on each machine.
     ranks: tuple[int, ...]
     #: The address at which the ranks meet, for scripts that open a process group themselves, and without a shared file.
     address: str
@@ -125,7 +125,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Options:
-    """What a client needs to know, in the environment that the zygote gives it."""
+    """The options of a client, in the environment that the zygote gives it."""
 
     #: ``HOST:PORT``, or ``file:PATH`` on a disk that all machines share.
     endpoint: str
@@ -133,7 +133,7 @@ class Options:
     job: str
     min_nodes: int
     max_nodes: int
-    #: Ranks on this machine.
+    #: The number of ranks on this machine.
     ranks: int
     #: Seconds to wait for ``min_nodes`` machines.
     join_timeout: float
@@ -170,7 +170,7 @@ class End:
 
 @dataclass(frozen=True)
 class Looks:
-    """How the ranks of this machine are, for the launchers of the others; see ``HangWatch.told``."""
+    """The state of this machine's ranks, for the launchers of the others; see ``HangWatch.told``."""
 
     ranks: list[list[Any]]
 
@@ -207,9 +207,9 @@ class Met:
 
 @dataclass(frozen=True)
 class Looking:
-    """This client looks for the store or the other machines. Said at least twice a second until they have met."""
+    """This client looks for the store or the other machines. Sent at least twice a second until they have met."""
 
-    #: Seconds that are left.
+    #: The number of seconds that are left.
     seconds: float
     #: The message for the user: the machines that are here, are awaited or were refused; empty: none.
     text: str = ""
@@ -217,7 +217,7 @@ class Looking:
 
 @dataclass(frozen=True)
 class Alive:
-    """This client and the store are there. Said twice a second while a round goes on."""
+    """This client and the store are alive. Sent twice a second while a round is running."""
 
     #: Machines that wait to join; only machine 0 looks.
     waiting: int = 0

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class Signs:
-    """What was heard of other machines, and when, on this machine's monotonic clock.
+    """The counters of other machines, and when they changed, on this machine's monotonic clock.
 
     Args:
         silent: seconds without a sign of life after which a machine is lost.
@@ -22,7 +22,7 @@ class Signs:
         self._heard.setdefault(name, (-1, now, False))
 
     def hear(self, name: str, count: int, now: float) -> None:
-        """Note a machine's counter as it is now. Its first value is no sign of life: it may be an old one."""
+        """Note a machine's counter as it is now. Its first value is not a sign of life: it may be old."""
         known = self._heard.get(name)
         if known is None or (known[0] == -1 and not known[2]):
             self._heard[name] = count, now, False

@@ -112,7 +112,7 @@ class Run:
         """The record of its last start, of which there is none before a rank has taken a step, unless it has failed.
 
         Raises:
-            UnknownRun: there is none yet.
+            UnknownRun: there is no record yet.
         """
         if not self.about["starts"]:
             raise UnknownRun(f"{self.name}: its ranks have taken no step yet")
@@ -147,8 +147,8 @@ class Run:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What happened, in order, as the launcher noted it. That late ranks have moved on is no event of its own: it
-        is said in that of their lateness, ``over`` with the second ``until``."""
+        """What happened, in order, as the launcher noted it. That late ranks have moved on is not an event of its own:
+        it is said in that of their lateness, ``over`` with the second ``until``."""
         found: list[dict[str, Any]] = []
         late: dict[str, Any] = {}
         for event in self.about["events"]:
@@ -192,7 +192,7 @@ def read(path: Path) -> Run:
     """Read the record of a run from its folder, or from the file itself.
 
     Raises:
-        UnknownRun: there is none, it is damaged, or of a later version.
+        UnknownRun: there is no record, it is damaged, or it is of a later version.
     """
     file = _record_in(path) if path.is_dir() else path
     try:
@@ -263,7 +263,7 @@ def find(name: str | None, homes: Iterable[Path], *, going_on: bool = False) -> 
             after it, and have ended.
 
     Raises:
-        UnknownRun: there is none, or the name could be several.
+        UnknownRun: there is no such run, or the name fits several.
     """
     if name is not None and not name.isdecimal() and (os.sep in name or os.path.exists(name)):
         return read(local_path(name, "RUN"))

@@ -32,7 +32,7 @@ class Row:
     pid: int | None
     #: The rank's activity, and the call in which it waits.
     doing: str
-    #: Steps of the whole run, or since this start where nobody counts those.
+    #: Steps of the whole run, or since this start if those are not counted.
     steps: int
     #: Over the last seconds: steps a second, and the fractions of the time spent in waiting and on data.
     rate: float

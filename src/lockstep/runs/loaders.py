@@ -59,7 +59,7 @@ class StepBatches:
     batches: range
     #: The position in the epoch of the first sample of the first of them; None: their sizes are not known.
     position: int | None
-    #: Whether it is certain, or inferred.
+    #: True if it is certain, False if it is inferred.
     is_certain: bool = True
     is_one_of: bool = False
 
@@ -144,7 +144,7 @@ class _Pace:
 
     to_step: int = 1
     to_batch: int = 1
-    #: Whether batches at the end of a pass that are too few for a step are left out.
+    #: True if batches at the end of a pass that are too few for a step are left out.
     drops: bool = False
 
     def steps(self, batches: int) -> int:

@@ -1,4 +1,5 @@
-"""The summary of a run: as its launcher left it, or, of one that goes on or was killed, reckoned from its series."""
+"""The summary of a run: as its launcher left it, or, for a run that is running or was killed, computed from its
+series."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def code_of(summary: dict[str, Any]) -> str | None:
 
 
 def _start(run: Run, start: dict[str, Any]) -> Summary | None:
-    """Sum up one start of the ranks by its series; None: there is none that tells."""
+    """Sum up one start of the ranks from its series; None if no series allows that."""
     if "series" not in start:
         return None
     try:

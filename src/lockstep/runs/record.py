@@ -42,7 +42,7 @@ from lockstep.version import __version__
 
 #: The version of run.json.
 VERSION = 1
-#: What is added up of batches in parts of equal cost; see notes.py.
+#: The sums over batches in parts of equal cost; see notes.py.
 COST_SUMS = ("batches", "by_number", "by_cost", "exact")
 #: Checkpoints that are noted at most.
 _CHECKPOINTS = 1000
@@ -211,13 +211,13 @@ class Recorder:
         return self._last_checkpoint
 
     def remarks(self) -> list[str]:
-        """Return what there is to say of what the ranks have told, a line each."""
+        """Return the remarks on the ranks' notes, a line each."""
         self._take_notes()
         return remarks_of(self._about)
 
     @property
     def folder(self) -> Path | None:
-        """The folder of the run's logs; None: there is none yet."""
+        """The folder of the run's logs; None if there is none yet."""
         return self._folder
 
     @property

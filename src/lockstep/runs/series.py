@@ -27,7 +27,7 @@ from lockstep.job.page import Phase
 #: which others waited while it worked, seconds of pauses of Python's garbage collector, tokens. Readers go by the
 #: names in the file: earlier ones lack some of the last ones.
 COLUMNS = ("steps", "samples", "memory", *(phase.name.lower() for phase in Phase), "held", "collected", "tokens")
-#: Rows of a file at most.
+#: The maximum number of rows in a file.
 MOST = 4096
 #: The part of the time between two rows that one may come early: the caller's are not exact.
 _SLACK = 0.1
@@ -109,7 +109,7 @@ class Series:
             most: rows to read at most, evenly chosen, and always the last one; 2 or more. None: all.
 
         Raises:
-            ValueError: it is no series, or of a later version.
+            ValueError: it is not a series, or of a later version.
         """
         with open(path, "rb") as file:
             head = file.readline()

@@ -1,6 +1,6 @@
 """What a record of a run has, and of which kind each part is. Pure.
 
-It is held to that when it is read (history.py), so that nobody who shows a run has to expect anything else. Keys that
+It is held to that when it is read (history.py), so that no code that shows a run has to expect anything else. Keys that
 are not named here may be anything: a later version of lockstep may write more.
 """
 
@@ -121,7 +121,7 @@ _SUMMARY = _Object(
         "parts": _Many(_Object({"ranks": _RANKS})),
     },
 )
-#: Of versions that summed up the last start alone; it is not shown, but reckoned anew.
+#: Of versions that summed up the last start alone; it is not shown, but computed again.
 _EARLIER_SUMMARY = _Object({}, {"bottleneck": _TEXT})
 _RECORD = _Object(
     {

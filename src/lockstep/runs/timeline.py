@@ -11,7 +11,7 @@ Note [Who waited for whom]
 A collective in which each rank needs something of every other one can't end anywhere before the last rank has come. Its
 number says which call of one rank belongs to which of another. So the arrow goes from the last rank's call, where it
 begins, to every rank that was in its call then, or in the wait for it, and had been for longer than is worth an arrow.
-Where a rank's part of a collective is not known there is no arrow, for then nobody knows who was last.
+If a rank's part of a collective is not known there is no arrow, since it is not known which rank was last.
 
 Note [Clocks of several machines]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -386,7 +386,7 @@ def _compares(backend: str) -> bool:
 class Clock:
     """How a machine's clock stands to that of the first one. Nanoseconds."""
 
-    #: How far it is ahead.
+    #: The time by which the clock is ahead.
     ahead: int
     #: The error bound of the offset; None: unknown.
     error: int | None

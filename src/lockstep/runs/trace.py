@@ -42,7 +42,7 @@ _PER_MACHINE = 10_000_000
 
 
 class BadTrace(LockstepError):
-    """A file is no trace of lockstep's, or those given do not belong together."""
+    """A file is not a trace of lockstep's, or the given files do not belong together."""
 
     code = "bad-trace"
 
@@ -58,7 +58,7 @@ class Origin:
     world_size: int
     #: The identity of this start of the job, if several machines have met; otherwise empty.
     start: str
-    #: The machine's measurement of its clock when it met the others; None: there is none.
+    #: The machine's measurement of its clock when it met the others; None if there is none.
     measured: Measured | None = None
 
 

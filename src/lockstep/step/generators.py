@@ -7,8 +7,8 @@ NumPy's own functions that takes a third of a millisecond: both turn 624 words i
 the words are copied where they lie. Neither library says where that is (NumPy does for the words, but not for the
 normal number that it keeps for the next call), so the place is found, once a process: in a generator of our own, put
 into a known state, the bytes of that state are looked for, and found in exactly one place, or else the libraries'
-functions are used, whose results are the same. A generator that somebody has put in the place of NumPy's own is read
-and set by its functions, too.
+functions are used, whose results are the same. A generator that was put in the place of NumPy's own is read and set by
+its functions, too.
 """
 
 from __future__ import annotations

@@ -81,5 +81,5 @@ def leave(module: nn.Module) -> None:
 
 
 def local_training_of(*modules: nn.Module) -> LocalTraining | None:
-    """Return how the ranks train the first of ``modules`` that they train apart; None if there is none."""
+    """Return how the ranks train the first of ``modules`` that they train apart; None if there is no such module."""
     return next((found for module in modules if (found := trained_apart.get(module)) is not None), None)

@@ -15,9 +15,9 @@ rather than multiplied: the mean over no samples is NaN, and 0 * NaN is NaN.
 Note [Counted items]
 ~~~~~~~~~~~~~~~~~~~~
 Where a loss is a mean over something that the loader knows nothing of (tokens), the rank knows n_r, how many of them it
-has, and nobody knows n. ``World.weigh(n_r)`` says so, and the replica adds up n where an averaged backward
-begins: Note [Items of all ranks] in ``ddp/items.py``. Until then what is in hand is :class:`Items`, a share whose whole
-is not known. A backward takes the count
+has, and n is not known. ``World.weigh(n_r)`` says so, and the replica adds up n where an averaged backward begins: Note
+[Items of all ranks] in ``ddp/items.py``. Until then what is in hand is :class:`Items`, a share whose whole is not
+known. A backward takes the count
 
 - that was said since the last forward with gradients, or else
 - that its own forward found (it was said before the forward, and the loop may have gone on to another batch since), or
@@ -63,7 +63,7 @@ MOST_ITEMS = 2**48
 
 @dataclass(frozen=True)
 class BatchShare:
-    """How much of the current global batch this rank has: samples, or what else makes the mean (docs/weights.md)."""
+    """This rank's share of the current global batch, in samples or in another unit of the mean (docs/weights.md)."""
 
     #: Samples in this rank's share.
     local_samples: float
@@ -76,7 +76,7 @@ class BatchShare:
         """Return the factor that makes a plain average over ranks exact; see Note [Exact mean].
 
         Raises:
-            ValueError: the whole world has nothing, and a mean over nothing is none.
+            ValueError: the whole world has nothing, so there is no mean.
         """
         if not self.global_samples:
             raise ValueError(
@@ -86,11 +86,11 @@ class BatchShare:
         return self.local_samples * world_size / self.global_samples
 
     def is_even(self, world_size: int) -> bool:
-        """Return whether all ranks have equally much of the batch."""
+        """Return whether all ranks have equal shares of the batch."""
         return len(set(self.proportions)) <= 1 and self.global_samples % world_size == 0
 
     def exact_parts(self, world_size: int) -> list[Fraction]:
-        """Return by rank which part of the global batch its share is before it is rounded to samples."""
+        """Return each rank's exact fraction of the global batch, before it is rounded to samples."""
         proportions = [*map(Fraction, self.proportions or (1,) * world_size)]
         return [each / sum(proportions) for each in proportions]
 
@@ -100,7 +100,7 @@ class BatchShare:
 
 
 class Items(BatchShare):
-    """How many items this rank has of a batch whose whole nobody knows yet; see Note [Counted items]."""
+    """This rank's number of items in a batch whose total is not known yet; see Note [Counted items]."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count, math.nan)
@@ -111,7 +111,7 @@ class Items(BatchShare):
         self.is_taken = False
 
     def weight(self, world_size: int) -> float:
-        """Refuse: the whole is known when the buckets come back.
+        """Refuse: the total is known only when the buckets have been reduced.
 
         Raises:
             LockstepError: always.
@@ -130,7 +130,7 @@ class Taken(NamedTuple):
     weight: float
     #: The items counted for it, unless an earlier backward took them; see Note [Counted items].
     items: Items | None
-    #: The batch in hand, empty if there is none; None: another thread has it.
+    #: The batch in hand, empty if there is none; None: another thread holds one.
     batch: BatchId | None
 
 
@@ -353,7 +353,7 @@ class BatchesInHand:
                 f"rank {self._rank} of {self._world_size}: {what} meets batches of several sharded loaders whose "
                 f"shares weigh differently, so that no one weight makes the mean exact: {batches}. Give the loaders "
                 f"the same batch size and length, or batch sizes that {self._world_size} ranks divide evenly with "
-                "drop_last=True; or say what weighs: world.weigh(this rank's samples) before the backward, and call "
+                "drop_last=True; or pass the weights: world.weigh(this rank's samples) before the backward, and call "
                 "backward for each loader's loss by itself"
             )
 

@@ -209,7 +209,7 @@ class SlicedStep:
     def weight(self, number: int) -> float | None:
         """Return what the mean over a slice is multiplied by before it is added to others; None: by nothing.
 
-        Samples, or the items that the script has weighed; where nobody weighs and all slices are of one size, there is
+        Samples, or the items that the script has weighed; if no slice is weighed and all are of one size, there is
         nothing to multiply. The same decision for all slices of a step, whoever has them.
         """
         if number in self.items:

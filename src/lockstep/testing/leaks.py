@@ -2,10 +2,11 @@
 
 Note [Whose memory it is]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-The folder is the whole machine's, other tests run beside these (pytest-xdist), and a file that nobody has mapped tells
-nobody's name: whoever looked first would take another's for its own test's, fail it, and remove what the other is about
-to find. So the segments that Python makes on ranks of tests carry the process id of their session in their names. Those
-of programs that a rank starts anew do not; of them, what no other process has mapped is taken for the test's.
+The folder is the whole machine's, other tests run beside these (pytest-xdist), and a file that no process has mapped
+does not show its owner: the first session to look would take another's file for its own test's, fail that test, and
+remove the file that the other is about to find. So the segments that Python makes on ranks of tests carry the process
+id of their session in their names. Segments of programs that a rank starts anew do not; of them, those that no other
+process has mapped are taken for the test's.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ def files() -> frozenset[str]:
 
 
 def left_since(before: frozenset[str], *, is_ours: Callable[[int], bool], patience: float) -> frozenset[str]:
-    """Return the names of files that have come into /dev/shm for good, and are nobody else's.
+    """Return the names of files that were left in /dev/shm, and that do not belong to another process.
 
-    What others have just made they will have mapped, or removed, in a moment. See Note [Whose memory it is].
+    Other processes map or remove files that they have just made within a moment. See Note [Whose memory it is].
 
     Args:
-        before: what was there, as :func:`files` returned it.
-        is_ours: returns whether a living process belongs to who asks.
-        patience: seconds for others to map or remove what is theirs.
+        before: the files that existed before, as :func:`files` returned them.
+        is_ours: returns whether a living process belongs to the caller.
+        patience: seconds for others to map or remove their files.
     """
     deadline = time.monotonic() + patience
     while left := files() - before:

@@ -1,4 +1,4 @@
-"""What ``@pytest.mark.ranks(…)`` asks for."""
+"""The arguments of ``@pytest.mark.ranks(…)``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RankCase:
 
 @dataclass(frozen=True)
 class RanksMark:
-    """What a mark asks for."""
+    """The arguments of a mark."""
 
     world_sizes: tuple[int, ...]
     #: Empty: as ``lockstep.init()`` chooses.
@@ -34,10 +34,10 @@ class RanksMark:
 
     @classmethod
     def read(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RanksMark:
-        """Return what a mark with these arguments asks for.
+        """Return the mark with these arguments.
 
         Raises:
-            ValueError: an argument is unknown or makes no sense; the message says what is expected.
+            ValueError: an argument is unknown or invalid; the message says what is expected.
         """
         unknown = sorted(set(kwargs) - {"backends", "limit", "shared"})
         if unknown:
@@ -52,7 +52,8 @@ class RanksMark:
         return cls(tuple(args), backends, None if limit is None else seconds(limit, "limit"), shared)
 
     def cases(self) -> dict[str, RankCase]:
-        """Return the runs that a test has, by the part of its name that tells them apart; empty where there is one."""
+        """Return the runs that a test has, by the part of its name that tells them apart; empty if there is only
+        one."""
         return {
             "-".join(
                 [*([f"{size}ranks"] if len(self.world_sizes) > 1 else []), *([backend] if backend is not None else [])]
@@ -74,7 +75,7 @@ def seconds(value: Any, name: str) -> float:
     """Return a time limit.
 
     Raises:
-        ValueError: ``value`` is no positive number of seconds.
+        ValueError: ``value`` is not a positive number of seconds.
     """
     try:
         limit = float(value)

@@ -43,7 +43,7 @@ _REMEMBER = ("lfplugin", "nfplugin", "stepwiseplugin")
 
 @dataclass(frozen=True)
 class ItemOrder:
-    """The test that the ranks are to run, and what their pytest is to know of the one that was started."""
+    """The test that the ranks run, and what their pytest must know of the pytest that was started."""
 
     #: The process id of that pytest.
     session: int
@@ -83,7 +83,7 @@ Kind = Literal["passed", "skipped", "expected", "failed"]
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank has to say of the test."""
+    """One rank's report on the test."""
 
     kind: Kind = "passed"
     #: Why it was skipped, or was expected to fail.
@@ -115,7 +115,7 @@ def is_failure(report: RankReport | None) -> bool:
 
 
 def run_item(rank: int, order: ItemOrder) -> RankReport:
-    """Run a test on this rank, and return what there is to say of it; called in the rank."""
+    """Run a test on this rank, and return the report on it; called in the rank."""
     leaks.sign(order.session)
     observer = _Observer(rank, order)
     try:
@@ -133,11 +133,9 @@ def run_item(rank: int, order: ItemOrder) -> RankReport:
 
 
 def world_of(options: object) -> Iterator[World]:
-    """Join the ranks of the test; what the fixture ``world`` does."""
+    """Join the ranks of the test, for the fixture ``world``."""
     if getattr(options, "lockstep_rank", None) is None:
-        pytest.fail(
-            "the fixture 'world' is there on ranks alone: mark the test with @pytest.mark.ranks(2)", pytrace=False
-        )
+        pytest.fail("the fixture 'world' exists on ranks only: mark the test with @pytest.mark.ranks(2)", pytrace=False)
     import lockstep
 
     yield lockstep.init()
@@ -159,7 +157,7 @@ def _run(observer: _Observer, order: ItemOrder) -> int:
 
 
 class _Observer:
-    """A plugin of the rank's pytest: gives the test what the ranks share, and notes what becomes of it."""
+    """A plugin of the rank's pytest: gives the test the values that the ranks share, and notes its outcome."""
 
     def __init__(self, rank: int, order: ItemOrder) -> None:
         self.rank, self._order = rank, order
@@ -174,12 +172,12 @@ class _Observer:
         self._nothing = open(os.devnull, "w")  # noqa: SIM115  (for as long as the process lives)
 
     def report(self, exit_code: int) -> RankReport:
-        """Return what there is to say, once the session has ended."""
+        """Return the report, once the session has ended."""
         found = self._found
         if not found.failed and not self._ended:
             problem = self._problem or (
                 f"the test was not run to its end on this rank (pytest's exit code there is {exit_code}): was it "
-                "interrupted, or are its parameters, or what deselects tests, different in each process?"
+                "interrupted, or do its parameters, or the options that deselect tests, differ from process to process?"
             )
             found = RankReport("failed", text=problem, phase="collection", at=time.monotonic())
         return replace(
@@ -208,7 +206,7 @@ class _Observer:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Put what the ranks share in the place of its fixtures, whose own fixtures are then not set up here."""
+        """Put the shared values in the place of their fixtures, whose own fixtures are then not set up here."""
         info = item._fixtureinfo  # type: ignore[attr-defined]
         for name, packed in self._order.shared.items():
             fixture = info.name2fixturedefs[name][-1]
@@ -235,8 +233,8 @@ class _Observer:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note what a phase has come to by its report alone, as pytest does: hooks may have changed it, and one that
-        has failed need not have raised (``xfail(strict=True)``)."""
+        """Note the outcome of a phase by its report alone, as pytest does: hooks may have changed it, and one that has
+        failed need not have raised (``xfail(strict=True)``)."""
         part_of_a_test = hasattr(report, "context")  # of a subtest; what it skips is not the test
         self._ended |= report.when == "teardown" and not part_of_a_test
         for name, value in report.user_properties:
@@ -282,5 +280,6 @@ class _Observer:
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
     def pytest_timeout_set_timer(self) -> bool:
-        """Leave a limit of pytest-timeout to the process with the terminal: here it would end the rank wordlessly."""
+        """Leave a limit of pytest-timeout to the process with the terminal: here it would end the rank without a
+        message."""
         return True

@@ -1,7 +1,7 @@
 """pytest's plugin: the mark ``ranks`` and the fixture ``world``.
 
-It is loaded wherever lockstep is installed, so it loads nothing else of lockstep before there is a test with the mark,
-and is written so that a pytest older than the extra asks for can load it as well.
+It is loaded wherever lockstep is installed, so it loads nothing else of lockstep before a test has the mark, and is
+written so that a pytest older than the extra asks for can load it as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SESSION = "lockstep-ranks"
 
 @pytest.fixture
 def world(pytestconfig: pytest.Config) -> Iterator[World]:
-    """The ranks of this test: what lockstep.init() returns on each. For tests with the mark ranks."""
+    """The World that lockstep.init() returns on each rank of this test. For tests with the mark ranks."""
     from lockstep.testing.on_rank import world_of
 
     yield from world_of(pytestconfig.option)
@@ -130,7 +130,7 @@ def _mark(item: pytest.Item) -> pytest.Mark | None:
         marks = [mark for mark in node.own_markers if mark.name == _MARK]
         if len(marks) > 1 and not isinstance(node, pytest.Class):
             raise pytest.UsageError(
-                f"{item.nodeid}: @pytest.mark.ranks is there twice, on the same test or on it and its parameter, and "
+                f"{item.nodeid}: @pytest.mark.ranks occurs twice, on the same test or on it and its parameter, and "
                 "one would be ignored: put all world sizes into one, @pytest.mark.ranks(2, 4)"
             )
         if marks:

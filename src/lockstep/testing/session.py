@@ -1,4 +1,4 @@
-"""pytest's own process: what it prepares for a test on ranks, and what it reports of it. See Note [A test on ranks]."""
+"""pytest's own process: it prepares a test on ranks, and reports it. See Note [A test on ranks]."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _OTHERS = 5.0
 
 
 class RanksFailed(Failed):
-    """A test has failed on its ranks; pytest shows what each has to say.
+    """A test has failed on its ranks; pytest shows the report of each.
 
     (No exception that a test could name: ``xfail(raises=AssertionError)`` is for the ranks to judge.)
     """
@@ -57,11 +57,12 @@ class RanksFailed(Failed):
 
     @property
     def is_judged(self) -> bool:
-        """Whether a rank's pytest has said that this is no failure which ``xfail`` expects."""
+        """Whether a rank's pytest has said that ``xfail`` does not expect this failure."""
         return any(told.report is not None for told in self._verdict.told)
 
     def longrepr(self, item: pytest.Item) -> ReprExceptionInfo:
-        """Return what pytest shows: for ranks that say the same, a heading and their traceback with its values."""
+        """Return the text that pytest shows: for ranks with the same report, a heading and their traceback with its
+        values."""
         entries: list[ReprEntry | ReprEntryNative] = []
         crash = None
         for told in self._verdict.told:
@@ -110,7 +111,7 @@ class RanksSession:
             raise pytest.UsageError(str(error)) from None
 
     def prepare(self, item: pytest.Item, mark: RanksMark) -> None:
-        """Have nothing set up in this process for a test but what its ranks are to have in common.
+        """Have nothing set up in this process for a test but the values that its ranks share.
 
         Raises:
             pytest.UsageError: the test is of a kind that can't run on ranks, or the mark names a fixture that it does
@@ -179,7 +180,7 @@ class RanksSession:
             self._team = None
 
     def _parsed(self) -> dict[str, Any]:
-        """Return pytest's options for the ranks. (What can't be pickled is of no use in another process.)"""
+        """Return pytest's options for the ranks. (Options that can't be pickled are of no use in another process.)"""
         if self._options is None:
             self._options = {}
             for name, value in vars(self._config.option).items():
@@ -215,7 +216,7 @@ def _argument(item: pytest.Function) -> str:
 
 
 def _pickled(values: Mapping[str, object], names: Iterable[str]) -> dict[str, bytes]:
-    """Pickle what the ranks are to have in common.
+    """Pickle the values that the ranks share.
 
     Raises:
         TypeError: a value can't be pickled; the message names its fixture.
@@ -233,7 +234,7 @@ def _pickled(values: Mapping[str, object], names: Iterable[str]) -> dict[str, by
 
 
 def _show(item: pytest.Item, end: RankEnd) -> None:
-    """Hand on what a rank has printed, logged and warned of."""
+    """Hand on a rank's output, log records and warnings."""
     for kind, text in (("stdout", end.out), ("stderr", end.err)):
         if text:
             item.add_report_section("call", f"{kind} of rank {end.rank}", text)

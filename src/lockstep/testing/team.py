@@ -45,7 +45,7 @@ _LEAVING = 1.0
 
 @dataclass(frozen=True)
 class RankCall:
-    """What the ranks are to do: each calls ``function(rank, *args)``, which is at the top level of a module."""
+    """The call that each rank makes: ``function(rank, *args)``, which is at the top level of a module."""
 
     function: Callable[..., object]
     args: tuple[Any, ...]
@@ -61,7 +61,7 @@ class RankCall:
 
 
 class EndedFor(enum.Enum):
-    """Why ranks were ended from outside."""
+    """The reason why ranks were ended from outside."""
 
     #: They had not ended at the call's limit.
     LIMIT = "limit"
@@ -73,7 +73,7 @@ class EndedFor(enum.Enum):
 
 @dataclass(frozen=True)
 class RankEnd:
-    """What became of one rank."""
+    """The outcome of one rank."""
 
     rank: int
     pid: int | None
@@ -83,7 +83,7 @@ class RankEnd:
     at: float
     #: What the function returned; None: nothing, or see ``problem``.
     value: Any = None
-    #: Why there is no value, though the function may have returned; empty: there is one.
+    #: The reason why there is no value, though the function may have returned; empty: there is one.
     problem: str = ""
     #: What it left of an exception that ended it.
     record: FailureRecord | None = None
@@ -97,7 +97,7 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class TeamResult:
-    """What became of a call."""
+    """The outcome of a call."""
 
     ranks: tuple[RankEnd, ...]
     #: Why the call was ended from outside, and what the launcher's watch says of it.
@@ -140,10 +140,10 @@ class Team:
         return self._zygote.pid
 
     def run(self, call: RankCall) -> TeamResult:
-        """Have the ranks make a call, and return what became of each, once all have ended.
+        """Have the ranks make a call, and return the outcome of each, once all have ended.
 
         Raises:
-            LaunchError: the zygote could not import what it is to, or is gone.
+            LaunchError: the zygote could not import the modules, or is gone.
         """
         self._await_imports()
         round_ = Round(0, (call.world_size,), "127.0.0.1", free_port())
@@ -183,7 +183,7 @@ class Team:
         self._zygote.signal(ranks, signum)
 
     def hear(self, until: float) -> list[Answer]:
-        """Return what the zygote says next, up to ``until`` on the monotonic clock; empty: nothing.
+        """Return the zygote's next messages, up to ``until`` on the monotonic clock; empty if there are none.
 
         Raises:
             LaunchError: the zygote is gone, or its imports have failed.
@@ -201,7 +201,8 @@ class Team:
         return answers
 
     def clear(self) -> tuple[str, ...]:
-        """End what ranks have left running, and return what that was. Resource trackers leave by themselves, later."""
+        """End the processes that ranks have left running, and return them. Resource trackers leave by themselves,
+        later."""
         deadline = time.monotonic() + _LEAVING
         while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -243,7 +244,7 @@ class _CallUnderWay:
         self._finding = ""
 
     def result(self) -> TeamResult:
-        """Start the ranks, wait for their end, and return what became of them."""
+        """Start the ranks, wait for their end, and return their outcomes."""
         try:
             for rank in range(self._call.world_size):
                 output = self._output[rank]
@@ -291,12 +292,12 @@ class _CallUnderWay:
                 follow = min(follow, time.monotonic() + FOLLOWING)
 
     def _can_not_end(self) -> bool:
-        """Return whether ranks wait for what can't come: for ranks that have ended, or all for each other."""
+        """Return whether ranks wait in vain: for ranks that have ended, or all for each other."""
         facts, states = self._attempt.hangs.facts(), self._attempt.policy.states
         return not facts["over"] and all(states[rank].exit_code is not None for rank in facts["ranks"])
 
     def _take(self, answers: Sequence[Answer]) -> bool:
-        """Note what the zygote has said, and return whether a rank has ended badly."""
+        """Note the zygote's messages, and return whether a rank has failed."""
         policy, bad = self._attempt.policy, False
         for answer in answers:
             if isinstance(answer, Started):
@@ -371,13 +372,13 @@ class _CallUnderWay:
 
 
 class _Output:
-    """What a rank prints, in memory files: nobody has to read meanwhile, and nothing is lost with a rank."""
+    """The output of a rank, in memory files: nothing has to be read meanwhile, and nothing is lost with a rank."""
 
     def __init__(self) -> None:
         self.descriptors = os.memfd_create("lockstep-out"), os.memfd_create("lockstep-err")
 
     def text(self, place: int) -> str:
-        """Return what was printed to standard output (0) or error (1)."""
+        """Return the text that was printed to standard output (0) or error (1)."""
         fd = self.descriptors[place]
         return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
 

@@ -1,4 +1,4 @@
-"""What a test comes to, by what became of each rank: passed, skipped, expected to fail or failed, in which words."""
+"""The outcome of a test, by the outcome of each rank: passed, skipped, expected to fail or failed, in words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 
 
 class TestFate(enum.Enum):
-    """What a test has come to."""
+    """The outcome of a test."""
 
     #: (pytest takes classes of this name for tests where a test module imports one.)
     __test__ = False
@@ -33,7 +33,7 @@ class TestFate(enum.Enum):
 
 @dataclass(frozen=True)
 class Told:
-    """What some ranks have in common to say of a failure."""
+    """The report on a failure that some ranks have in common."""
 
     heading: str
     #: The report of the first of them, if pytest made one there.
@@ -44,7 +44,7 @@ class Told:
 
 @dataclass(frozen=True)
 class RanksVerdict:
-    """What a test has come to, and the words for it."""
+    """The outcome of a test, and the words for it."""
 
     fate: TestFate
     #: Why it was skipped or was expected to fail; of a failure one line: the first rank that failed.
@@ -53,11 +53,11 @@ class RanksVerdict:
 
 
 def judge(result: TeamResult, *, limit: float) -> RanksVerdict:
-    """Return what a test has come to.
+    """Return the outcome of a test.
 
     Args:
-        result: what became of its ranks, each of which returned a :class:`RankReport`, or nothing.
-        limit: the seconds that it had.
+        result: the outcomes of its ranks, each of which returned a :class:`RankReport`, or nothing.
+        limit: the test's time limit, in seconds.
     """
     ranks, count = result.ranks, len(result.ranks)
     reports = {end.rank: end.value for end in ranks if isinstance(end.value, RankReport)}
@@ -94,7 +94,7 @@ def _is_echo(end: RankEnd) -> bool:
 
 
 def _failed(ends: Sequence[RankEnd], result: TeamResult, *, limit: float) -> RanksVerdict:
-    """Put the failures into words: ranks that say the same together, what came first at the top."""
+    """Put the failures into words: ranks with the same report together, the first failure at the top."""
     count = len(result.ranks)
     groups: dict[str, list[RankEnd]] = {}
     ends = sorted(ends, key=lambda end: (end.stopped is not None, _is_echo(end), _when(end)))
@@ -107,7 +107,7 @@ def _failed(ends: Sequence[RankEnd], result: TeamResult, *, limit: float) -> Ran
         told.insert(0, Told(text, None, result.finding))
     elif result.stopped is EndedFor.HANG:
         text = result.finding.splitlines()[0]
-        told.insert(0, Told("the ranks could not end any more, and were ended", None, result.finding))
+        told.insert(0, Told("the ranks could make no more progress, and were ended", None, result.finding))
     else:
         text = told[0].heading
         first = ends[0].value
@@ -125,7 +125,7 @@ def _when(end: RankEnd) -> float:
 
 
 def _sameness(end: RankEnd) -> str:
-    """Return what ranks have in common that say the same."""
+    """Return the key that is equal for ranks with the same report."""
     report = end.value
     if end.stopped is not None or not isinstance(report, RankReport) or not report.failed:
         return f"rank {end.rank}"
@@ -157,12 +157,12 @@ def _in_words(report: RankReport) -> str:
 
 
 def _tell(group: Sequence[RankEnd], count: int, *, alone: bool) -> Told:
-    """Put into words what became of ranks that say the same.
+    """Put into words the outcome of ranks with the same report.
 
     Args:
         group: these ranks.
         count: of all ranks.
-        alone: no other rank tells more of the cause.
+        alone: no other rank shows more of the cause.
     """
     who, end = f"{which_ranks(end.rank for end in group)} of {count}", group[0]
     report = end.value if isinstance(end.value, RankReport) else None
@@ -179,5 +179,5 @@ def _tell(group: Sequence[RankEnd], count: int, *, alone: bool) -> Told:
         return Told(f"{who}", None, end.record.traceback or end.record.summary)
     code = end.exit_code or 0
     how = f"was killed by signal {-code} ({name(-code)})" if code < 0 else f"ended with exit code {code}"
-    doubt = ", which lockstep did not send: was memory out?" if code == -signal.SIGKILL else ""
+    doubt = ", which lockstep did not send: did memory run out?" if code == -signal.SIGKILL else ""
     return Told(f"{who} {how} in the test{doubt}", None, end.problem)

@@ -1,6 +1,6 @@
 """Explain a run by its record: how it ended, where its time went, what failed, what to try next. Pure.
 
-What the record does not tell is listed as well, so that nobody takes its silence for an answer.
+It also lists what the record does not tell, so that no reader takes silence for an answer.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from lockstep.runs.history import Run, UnknownRun
 from lockstep.runs.record import RunEnd
 from lockstep.text import NEXT, as_clock, counted
 
-#: What to do about a rank that failed, by what ended it.
+#: The advice about a rank that failed, by what ended it.
 _REMEDIES = {
     FailureKind.RAISED: "fix what the error of rank {rank} says: {error}",
     FailureKind.EXITED: "read why rank {rank} left with exit code {exit_code}: the program did so itself{log}",
     FailureKind.KILLED: "find out what sent {signal} to rank {rank}; --max-restarts 3 starts the ranks again after it",
-    FailureKind.MEMORY: "take a smaller batch, fewer ranks or fewer workers of the loader: memory was out",
+    FailureKind.MEMORY: "take a smaller batch, fewer ranks or fewer workers of the loader: memory ran out",
     FailureKind.HUNG: "look at where rank {rank} stood: the report and all stacks are in hang-1 in the run's folder",
     FailureKind.STUCK: "look at the disk or the driver that rank {rank} waited for: it could not be killed",
 }
@@ -39,7 +39,7 @@ class Explanation:
     #: Seconds, and optimizer steps of each rank; None: not known.
     seconds: float | None
     steps: int | None
-    #: What :meth:`lockstep.job.summary.RunSummary.to_json` says; None: not known.
+    #: The result of :meth:`lockstep.job.summary.RunSummary.to_json`; None: not known.
     summary: dict[str, Any] | None
     #: Why something is not known, a sentence each without its full stop.
     troubles: tuple[str, ...] = ()

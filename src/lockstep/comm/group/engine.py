@@ -1,9 +1,9 @@
-"""Engines: what moves a process group's data. One class of process groups (process_group.py), several engines.
+"""Engines, which move a process group's data. One class of process groups (process_group.py), several engines.
 
 The process group checks what torch's callers pass, makes fingerprints, and issues each collective in its turn
 (group.py); then it calls the verbs of its engine. These know nothing of torch's API: they take *flat* tensors,
 one-dimensional and contiguous (tensors.py makes them), of one dtype in a call, and a :class:`Reduction` where elements
-are combined. Every engine owes its group the same:
+are combined. Every engine guarantees the following to its group:
 
 - the ranks' fingerprints are compared before a collective ends; a difference is a CollectiveMismatch on all ranks;
 - no verb waits longer than the limit that :meth:`Engine.begin` was given for a rank that does not come: that is a
@@ -52,7 +52,7 @@ class SharedPart:
 
 
 class Engine(ABC):
-    """What one rank knows of its group, and the verbs. Used by one thread at a time, except for messages and ends."""
+    """One rank's view of its group, and the verbs. Used by one thread at a time, except for messages and ends."""
 
     #: torch's name for the backend.
     backend = ""
@@ -95,15 +95,15 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self, timeout: float) -> None:
-        """Complete the messages that were sent, then give everything back. To be called once."""
+        """Complete the messages that were sent, then release everything. To be called once."""
 
     def is_at_rest(self) -> bool:
         """Return whether no message of this rank is on its way."""
         return True
 
     def renew(self) -> None:
-        """Begin anew where the group has ended, or its ranks have begun different numbers of collectives. What was
-        shared stays shared. See Note [A world begins anew] in comm/renewal.py, which says when this may be called.
+        """Begin anew where the group has ended, or its ranks have begun different numbers of collectives. Shared memory
+        stays shared. See Note [A world begins anew] in comm/renewal.py, which says when this may be called.
 
         Raises:
             NotImplementedError: the engine can't; a new group is needed.
@@ -202,14 +202,15 @@ class Engine(ABC):
         """**Collective.** Make a 1-d tensor of ``count`` zeros, in memory that the engine reduces in place.
 
         Raises:
-            RuntimeError: it has none.
+            RuntimeError: the engine has no such memory.
         """
         raise RuntimeError(f'allocate_tensor: the backend "{self.backend}" has no memory for {count} x {dtype}')
 
     def in_place_sum(
         self, tensor: torch.Tensor, how: Reduction, part: SharedPart, look: SumLook | None
     ) -> Callable[[Engine], None]:
-        """Return what adds up ``tensor``, once its turn has come; see :class:`~lockstep.comm.memory.InPlaceMemory`."""
+        """Return a function that adds up ``tensor`` once its turn has come; see
+        :class:`~lockstep.comm.memory.InPlaceMemory`."""
         raise NotImplementedError  # an engine that finds no part is not asked
 
     def add_rows(self, rows: torch.Tensor, order: RowOrder, part: SharedPart) -> None:

@@ -1,4 +1,4 @@
-"""What ends a group: the errors that its ranks tell each other."""
+"""The errors that end a group, as its ranks tell them to each other."""
 
 from __future__ import annotations
 

@@ -82,7 +82,8 @@ def take(
     collective runs.
 
     Args:
-        detail: what else must be equal on every rank (shapes of a list of tensors, a factor); compared by digest.
+        detail: further facts that must be equal on every rank (shapes of a list of tensors, a factor); compared by
+            digest.
         label: its label (labels.py), if that is not the one in force on this thread.
     """
     label = labels.label() if label is None else label
@@ -106,7 +107,7 @@ def take(
 
 
 def facts(body: bytes) -> dict[str, str | int]:
-    """Return what a fingerprint says, from :func:`take`: the ``operation``, and as far as it has them ``reduce_op``,
+    """Return the facts in a fingerprint from :func:`take`: the ``operation``, and as far as it has them ``reduce_op``,
     ``dtype``, ``elements``, ``root``, and the line of the program, ``at``."""
     _, numel, _, operation, reduce_op, dtype, root = _KEY.unpack_from(bytes(8) + body)
     said: dict[str, str | int] = {"operation": OPERATIONS[operation]}

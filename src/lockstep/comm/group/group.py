@@ -49,7 +49,7 @@ class Group:
         Args:
             engine: what moves the data.
             timeout: seconds that a rank may be late, unless a call says otherwise.
-            name: what it is called, and its thread after it; the same on all ranks.
+            name: the group's name, and its thread's; the same on all ranks.
         """
         self.engine = engine
         self.name = name
@@ -71,10 +71,11 @@ class Group:
         return not self._turns.is_busy and self.engine.is_at_rest()
 
     def stop(self, reason: str, limit: float) -> bool:
-        """End the group on all ranks, and wait until nothing that was issued here runs; return whether that is so.
+        """End the group on all ranks, and wait until no collective that was issued here runs; return whether that is
+        so.
 
         Args:
-            reason: why, for the ranks that are in a collective.
+            reason: the message for the ranks that are in a collective.
             limit: seconds to wait at most.
         """
         self.engine.end(LockstepError(reason))
@@ -90,7 +91,7 @@ class Group:
         """**Collective.** Run a collective in its turn. Returns complete, or with an error raised, if synchronous.
 
         Args:
-            name: what it is, for messages.
+            name: the operation, for messages.
             fingerprint: its header without the sequence number (``fingerprint.take``).
             move: moves the data.
             result: the output tensors.
@@ -164,10 +165,11 @@ class Group:
             raise
 
     def close(self) -> None:
-        """Complete what was issued and give everything back. A second call does nothing.
+        """Complete the collectives that were issued and release everything. A second call does nothing.
 
-        Ranks that still wait for this one get an error. Where an exception is on its way through the caller, as in a
-        ``finally:``, what was issued has a few seconds: the others may never come to it, and wait for this rank."""
+        Ranks that still wait for this one get an error. If an exception is on its way through the caller, as in a
+        ``finally:``, the issued collectives have only a few seconds: the other ranks may never reach them, and wait for
+        this rank."""
         if self._closed:
             return
         self._closed = True

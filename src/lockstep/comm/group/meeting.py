@@ -1,4 +1,4 @@
-"""Let the ranks of a new group meet, through the rendezvous store: where each process is, and what each says."""
+"""Let the ranks of a new group meet, through the rendezvous store: each tells where its process is, and other facts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ApartError(RendezvousError):
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where a process is, as it can be told to another one."""
+    """The place of a process, in a form that another process can check."""
 
     pid: int
     #: Start of the process in clock ticks since boot: a process id is used again, the pair is not.
@@ -75,7 +75,7 @@ def get(store: Store, key: str, limit: float, missing: str) -> bytes:
         store: where the ranks meet.
         key: the key.
         limit: the time to give up, in seconds on the monotonic clock.
-        missing: says who did not come, for the error.
+        missing: the words about the rank that did not come, for the error.
 
     Raises:
         RendezvousError: the key was not there in time, or the store has failed.

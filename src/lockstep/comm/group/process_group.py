@@ -4,7 +4,7 @@ torch calls a Python process group in two ways: ``torch.distributed`` calls thes
 functional collectives) calls them through torch's PyProcessGroup, by the same names.
 
 A collective is checked, gets its fingerprint, and is issued with what moves its data once its turn has come. All refuse
-what can't be as gloo does: RuntimeError for sizes, dtypes, roots and lists that do not fit, NotImplementedError for
+impossible calls as gloo does: RuntimeError for sizes, dtypes, roots and lists that do not fit, NotImplementedError for
 kinds of tensors.
 """
 

@@ -8,11 +8,11 @@ Note [Callbacks]
 ~~~~~~~~~~~~~~~~
 The callbacks of a future may issue collectives of the same group, and wait for them (PowerSGD's do), while the thread
 that added them issues others. When the callbacks run depends on the timing of each rank, so the order of issue
-would differ from rank to rank. Therefore what a callback issues comes right after the work that the callback follows,
-before everything else that was issued since: the group's thread keeps its turn while it runs the callbacks of a work,
-and what they issue, on that thread, runs then and there. Nobody who issues a collective waits for that. All this holds
-for a callback that is added before the next collective is issued; one added later runs when it is added, at another
-time on every rank.
+would differ from rank to rank. Therefore collectives that a callback issues come right after the work that the callback
+follows, before everything else that was issued since: the group's thread keeps its turn while it runs the callbacks of
+a work, and what they issue, on that thread, runs then and there. No thread that issues a collective waits for that. All
+this holds for a callback that is added before the next collective is issued; one added later runs when it is added, at
+another time on every rank.
 """
 
 from __future__ import annotations

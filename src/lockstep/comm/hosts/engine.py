@@ -12,8 +12,8 @@ part of the chunk to combine, and then exchange the results: two trips, and as f
 
 *The same bits.* Elements are combined in order of rank inside each host, then in order of host; every element's result
 is computed by one rank and copied, or by several with the same operator over the same elements. Which elements are
-added first depends on who shares a host. So the bits are those of any run with the same ranks on the same hosts, and
-others where the same ranks are spread otherwise: a checkpoint says how they were (World.hosts).
+added first depends on who shares a host. So a run has the bits of any run with the same ranks on the same hosts, and
+others if the ranks are distributed differently: a checkpoint records the distribution (World.hosts).
 
 *Who says what.* Inside a host every rank compares fingerprints with the others; the leaders compare their hosts' in a
 greeting, which goes out with the first bytes and carries all of a small tensor. Bytes of a size that the other end did
@@ -174,7 +174,7 @@ class HostsEngine(Engine):
             flat.copy_(out)
 
     def reduce_scatter(self, flat: torch.Tensor, inputs: Tensors, how: Reduction) -> None:
-        """See :class:`Engine`. The leader of each host gets and combines what is for its ranks."""
+        """See :class:`Engine`. The leader of each host gets and combines the elements for its ranks."""
         hosts, local = self.hosts, self._local
         inside = replace(how, divisor=1)
         ours = torch.empty(0, dtype=flat.dtype)
@@ -243,7 +243,7 @@ class HostsEngine(Engine):
     def gather(
         self, outputs: Tensors, flat: torch.Tensor, *, root: int | None = None, longest: int | None = None
     ) -> None:
-        """See :class:`Engine`. Each leader collects its host's elements, and sends them where they are wanted."""
+        """See :class:`Engine`. Each leader collects its host's elements, and sends them to the hosts that receive."""
         hosts, local = self.hosts, self._local
         count = flat.numel() if longest is None else longest
         if flat.numel() < count:
@@ -278,7 +278,7 @@ class HostsEngine(Engine):
             output.copy_(whole[rank * count : rank * count + output.numel()])
 
     def scatter(self, flat: torch.Tensor, inputs: Tensors, *, root: int) -> None:
-        """See :class:`Engine`. The root's leader gets all of it, and sends each leader what is for its host."""
+        """See :class:`Engine`. The root's leader gets all elements, and sends each leader those of its host."""
         hosts, local = self.hosts, self._local
         home, place = hosts.where(root)
         count = flat.numel()
@@ -343,11 +343,11 @@ class HostsEngine(Engine):
         self._local.allow(self._limit + _LATER)
 
     def _share(self, flat: torch.Tensor, place: int) -> None:
-        """Give the ranks of this host the elements that one of them, at ``place`` there, has."""
+        """Give the ranks of this host the elements of the one at ``place``."""
         self._local.broadcast(flat, root=place)
 
     def _scatter_here(self, flat: torch.Tensor, ours: torch.Tensor) -> None:
-        """Give each rank of this host its part of what the leader has."""
+        """Give each rank of this host its part of the leader's elements."""
         parts = ours.split(flat.numel()) if flat.numel() else [ours] * len(self.hosts.mine)
         self._local.scatter(flat, parts if self.hosts.leads else [], root=0)
 
@@ -367,7 +367,7 @@ class HostsEngine(Engine):
             self._between.wait([work], [source], self._local.header, limit=self._limit)
 
     def _sent(self, sends: Sequence[Any], ranks: Sequence[int] | None = None) -> None:
-        """Wait until what was sent may change again."""
+        """Wait until the tensors that were sent may change again."""
         to = self.hosts.other_leaders if ranks is None else ranks
         self._between.wait(sends, to, self._local.header, limit=self._limit)
 

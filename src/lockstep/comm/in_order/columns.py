@@ -92,7 +92,7 @@ class Column:
 class Outputs:
     """The outputs of one rank."""
 
-    #: One of them, as a pattern for what they become together; None: there are none.
+    #: One of them, as a pattern for what they become together; None if there is none.
     pattern: Any
     columns: Sequence[Column]
 
@@ -106,7 +106,7 @@ def columns_of(outputs: Sequence[Any], rows: Sequence[int] | None, item: str) ->
         item: what a row is of, for messages.
 
     Raises:
-        TypeError: an output has a leaf that is no column.
+        TypeError: an output has a leaf that can't be a column.
         ValueError: outputs differ in their parts, dtypes or shapes, or have another number of rows.
     """
     kinds: list[RowKind] = []

@@ -47,7 +47,7 @@ Per = Literal["batch", "sample"]
 Result = TypeVar("Result")
 
 _CALL = "World.gather_in_order()"
-#: What the index of an item is, among rows.
+#: The dtype of an item's index, among the rows.
 _INDEX = RowKind((), "tensor", torch.int64, ())
 #: Bytes of a rank's rows that travel at once.
 WINDOW = 2**24

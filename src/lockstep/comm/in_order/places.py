@@ -54,7 +54,7 @@ class Counts:
 class HandedOut:
     """What one rank was given, and the order that it belongs to."""
 
-    #: What gave it, in words that are the same on all ranks; and what it gave.
+    #: The source of the items, in words that are the same on all ranks; and the name of an item.
     source: str
     item: str
     #: The items of this rank by round; see Note [Places].
@@ -84,7 +84,7 @@ def handed_out_by(source: object) -> HandedOut:
     """Return what ``source`` has given to this rank.
 
     Raises:
-        TypeError: it is nothing that divides items among the ranks.
+        TypeError: it does not divide items among the ranks.
         ValueError: it is a DataLoader that changes their order or drops some.
     """
     if isinstance(source, HandsOut):

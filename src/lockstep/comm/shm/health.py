@@ -55,7 +55,7 @@ class Health:
             whereabouts: where each rank's process is.
             rank: this rank.
             members: the ranks' numbers in the world, where they are known.
-            numbers: what errors call the ranks, where they are a part of a larger group.
+            numbers: the ranks' numbers in errors, if they are a part of a larger group.
         """
         self._segment = segment
         self._layout = layout
@@ -175,7 +175,7 @@ class Health:
         )
 
     def names(self, ranks: Iterable[int]) -> str:
-        """Return what errors call ``ranks``."""
+        """Return ``ranks`` in the words of errors."""
         return which_ranks([self._numbers[rank] for rank in ranks])
 
     def asked(self) -> bool:
@@ -277,7 +277,7 @@ def _ended(where: Whereabouts) -> bool:
 
 
 def _open(where: Whereabouts) -> int | None:
-    """Return a pidfd of the process; None if none can be had (an old kernel, no descriptor left) or it is gone."""
+    """Return a pidfd of the process; None if that is not possible (an old kernel, no descriptor left) or it is gone."""
     try:
         descriptor = os.pidfd_open(where.pid)
     except (OSError, AttributeError):

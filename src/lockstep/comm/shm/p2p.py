@@ -3,10 +3,10 @@
 A message is cut into fragments of a stage's size, which go through the box of an ordered pair of ranks. The sender
 takes a free slot, writes a fragment, and hands it over; the receiver copies it out and hands the slot back (Note
 [Memory ordering] in semaphore.py). Fragments keep their order, so both sides know the slot of each by counting. A
-message that comes before anybody asked for it is kept in this process's memory.
+message that comes before its receive is kept in this process's memory.
 
-The thread that waits for a message moves the fragments of all; while something is in flight and nobody waits, a thread
-of the group does. So a send of any size completes while its receiver computes, and a blocking receive costs no
+The thread that waits for a message moves the fragments of all; while something is in flight and no thread waits, a
+thread of the group does. So a send of any size completes while its receiver computes, and a blocking receive costs no
 hand-over between threads.
 """
 
@@ -51,7 +51,7 @@ _PLACE = MAIL_HEADER - _HEADER.size
 
 @dataclass(frozen=True)
 class Envelope:
-    """What is known of a message before its content."""
+    """The facts about a message before its content."""
 
     tag: int
     size: int
@@ -204,7 +204,7 @@ class Receiving:
 
 @dataclass
 class Arrival:
-    """A message of which a part has come, or all of it before anybody asked."""
+    """A message of which a part has come, or all of it before its receive."""
 
     source: int
     envelope: Envelope

@@ -4,14 +4,14 @@ Note [Rounds]
 ~~~~~~~~~~~~~
 In round k each rank
 
-1. writes what the others need into its own stage number ``k % 3`` (nobody else's),
+1. writes what the others need into its own stage number ``k % 3`` (never into another rank's),
 2. posts one token to every other rank, and takes one token from every other rank,
 3. reads the others' stages of this round.
 
 The tokens make step 3 see step 1 of every rank (Note [Memory ordering] in semaphore.py).
 
 *Reuse.* A rank writes stage ``k % 3`` again in round k + 3. It has then taken every rank's token of round k + 2, which
-a rank posts after its step 3 of round k + 1, and so after its step 3 of round k. Nobody reads the stage any more. With
+a rank posts after its step 3 of round k + 1, and so after its step 3 of round k. No rank reads the stage any more. With
 two rounds of distance a collective may also read the stage of round k until it posts round k + 2: the pipelined
 all-reduce reads the reduced chunk k after the tokens of round k + 1. Two stages would not allow that; three do.
 
@@ -20,8 +20,8 @@ collective and hence on its number of rounds. A rank that finds a difference end
 counts afterwards.
 
 *Waiting.* A rank first polls for a few microseconds, then offers its core to others for a while, then sleeps in the
-kernel, and looks every SLICE seconds whether a rank died or reported an error. So a rank that waits long takes no CPU
-time to speak of, and a dead rank is noticed within a slice.
+kernel, and looks every SLICE seconds whether a rank died or reported an error. So a rank that waits long takes hardly
+any CPU time, and a dead rank is noticed within a slice.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _Views = list[list[torch.Tensor]]
 
 
 class Small:
-    """What a rank needs to combine a small tensor all by itself, kept from call to call."""
+    """The views that a rank needs to combine a small tensor by itself, kept from call to call."""
 
     def __init__(self, views: _Views, rank: int) -> None:
         #: Buffer -> rank -> the elements in the stage.
@@ -86,7 +86,7 @@ class Rounds:
     def __init__(self, segment: Segment, layout: Layout, *, rank: int, health: Health) -> None:
         self.rank = rank
         self.size = layout.world_size
-        #: Bytes of one stage.
+        #: The size of one stage, in bytes.
         self.chunk = layout.chunk
         self._segment = segment
         self._layout = layout
@@ -155,7 +155,7 @@ class Rounds:
         return views[self.buffer]
 
     def small(self, dtype: torch.dtype, count: int) -> Small | None:
-        """Return what a rank needs to combine ``count`` elements in one round, or None if they are too many."""
+        """Return the views to combine ``count`` elements in one round, or None if they are too many."""
         try:
             return self._small[dtype, count]
         except KeyError:

@@ -12,9 +12,8 @@ memory for the same allocation too, at its next all-reduce. The kernel frees eac
 go, or has ended. A rank that keeps using its tensor while another has dropped its own gets a mismatch at its next
 all-reduce, as it should.
 
-A storage may end in any thread, or during a garbage collection. So the function that is called then does no more than
-append a number to a deque; and an address counts only as long as the memory that lay there lives, since the system
-uses addresses again.
+A storage may end in any thread, or during a garbage collection. So the function that is called then only appends a
+number to a deque; and an address counts only as long as the memory there lives, since the system reuses addresses.
 
 A forked child has this memory too, and shares it: a child that writes to a gradient writes to its parent's.
 """

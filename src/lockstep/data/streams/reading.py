@@ -194,7 +194,7 @@ class StatefulReading:
         if mark.following:
             found, why = self._by_state(mark)
         else:
-            found, why = None, "leads to objects of which nothing can be read to compare them with what comes next"
+            found, why = None, "leads to objects that can't be compared with the samples that came next"
         if found is None:
             self._warning = (
                 f"the saved state of {type(self._dataset).__name__} {why}, so it is not used: the stream is read from "

@@ -300,7 +300,7 @@ class SharedStream:
             if number and not place and fetched.fingerprint != began:
                 raise LockstepError(
                     f"rank {local.rank}: every rank reads the stream from batch {number} of this pass on, and the "
-                    f"first batch of the pass is another one here than on rank {local.leader}, which has read all "
+                    f"first batch of the pass differs from that on rank {local.leader}, which has read all "
                     "passes so far: the dataset seems to count its passes by itself. Give it a method set_epoch(epoch) "
                     "instead, which is called before each pass"
                 )

@@ -1,5 +1,5 @@
 """Any step of a recorded run again: which samples it had (samples.py), and what they are (shown.py).
 
-What only the program of the run can tell is asked of it: program.py starts it once more, in one process and up to the
+If only the run's program knows an answer, it is run again: program.py starts it once more, in one process and up to the
 place that a request names, and within.py is that process.
 """

@@ -2,11 +2,11 @@
 
 Note [Where runs part]
 ~~~~~~~~~~~~~~~~~~~~~~
-Two records have digests after some common steps (Note [Digest chain] in ``ddp/digest_chain.py``). From the first of
-these at which the parameters differ on, the runs are apart; at the one before they were equal. Of each step between the
-two both records tell the samples (samples.py), so it is known which is the first that had other ones. Other samples
-make other parameters one step later, so they are the reason if there are any; if there are none, the runs differ in
-something else that takes part in a step, of which the records know a little.
+Two records have digests after some common steps (Note [Digest chain] in ``ddp/digest_chain.py``). The runs part between
+two of these: at one the parameters are still equal, at the next they differ. Both records tell the samples of each step
+in between (samples.py), so the first step with other samples is known. Other samples make other parameters one step
+later, so they are the reason if there are any; if there are none, the runs differ in something else that takes part in
+a step, of which the records know a little.
 
 Where the optimizers' state differs at a step and the parameters don't yet, the state came first.
 """
@@ -53,17 +53,17 @@ class Bisection:
     kind: Parting
     #: Steps after which both have digests.
     compared: int
-    #: The last of them at which all was equal, before they part; None: there is none before.
+    #: The last of them at which all was equal, before they part; None if there is none.
     equal_at: int | None
     #: The first after which something differed; None: nothing does.
     differ_at: int | None
-    #: What differed then: parameters, the optimizer's state.
+    #: The names of what differed then: parameters, the optimizer's state.
     differing: list[str]
     #: The first step with other samples, of those since ``equal_at``; None: none is known.
     other_samples: int | None
     #: The number of steps since ``equal_at`` of which the samples are not known of both.
     unknown_samples: int
-    #: What the records know to be different between the runs, in words.
+    #: The differences between the runs that the records show, in words.
     differences: list[str]
 
     def describe(self) -> str:
@@ -91,7 +91,8 @@ class Bisection:
         if self.unknown_samples:
             return f"the samples of {self.unknown_samples} of the {which} are not known of both runs"
         return (
-            f"the samples of {which} were the same: what the dataset gave for them, the program or the machine differs"
+            f"the samples of {which} were the same: what the dataset returned for them, the program or the machine "
+            "differs"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -1,17 +1,17 @@
-"""Start the program of a recorded run once more, in one process, for what only it can tell.
+"""Start the program of a recorded run once more, in one process, for answers that only it has.
 
 Note [The program again]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 The record has the program's words and the folder in which it was started. It is run there by plain Python, without a
 launcher: a world of one rank. ``within.py`` is that process's main module, which becomes the program after it has set
-hooks; what they do is said by a request, a file of JSON in a private folder. Nobody else knows of such a process, and
+hooks; what they do is said by a request, a file of JSON in a private folder. No other code knows of such a process, and
 no part of a training asks whether it is in one.
 
-The run's own files stay as they are: lockstep's checkpoints and logs of this process go to the private folder. What
-the program itself writes up to the place where it is stopped, it writes.
+The run's own files stay as they are: lockstep's checkpoints and logs of this process go to the private folder. Files
+that the program itself writes up to the place where it is stopped are really written.
 
-The program is the one that lies there now. Where it, its data or its surroundings have changed since, the answer is
-theirs; the settings of the loader are compared with the record's, and others are refused.
+The program is run from its current files. If these, its data or its surroundings have changed since the run, the answer
+may differ; the settings of the loader are compared with the record's, and others are refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OF_A_RANK = (
 
 
 class CannotRepeat(LockstepError):
-    """The program of a run could not be run again, or has ended before it came to what was asked."""
+    """The program of a run could not be run again, or has ended before the point that was asked for."""
 
     code = "cannot-repeat"
 
@@ -57,7 +57,7 @@ def ask(
         run: the record.
         request: what within.py is asked, in JSON's types.
         interactive: let the program have standard input and output, for a debugger.
-        threads: that it computes with, unless the environment says; None: as a process of its own has.
+        threads: the number that it computes with, unless the environment sets one; None: that of a single process.
 
     Raises:
         CannotRepeat: the program is not there, failed, or has ended without an answer.
@@ -89,7 +89,8 @@ def _program(run: Run) -> list[str]:
     target = words[0] if words else ""
     if target != "-m" and not Path(_directory(run), target).is_file():
         raise CannotRepeat(
-            f"{run.name}: its program {target} is no file in {_directory(run)} (any more), so it can't be run again"
+            f"{run.name}: its program {target} is not (or no longer) a file in {_directory(run)}, so it can't be run "
+            "again"
         )
     return words
 
@@ -98,13 +99,13 @@ def _directory(run: Run) -> Path:
     directory = Path(run.about.get("directory") or ".")
     if not directory.is_dir():
         raise CannotRepeat(
-            f"{run.name} was started in {directory}, which is no folder (any more): it can't be run again"
+            f"{run.name} was started in {directory}, which is not (or no longer) a folder: it can't be run again"
         )
     return directory
 
 
 def _environment(run: Run, threads: int | None) -> dict[str, str]:
-    """Return the environment of a process that is no rank, with the variables of lockstep's that the run had."""
+    """Return the environment of a process that is not a rank, with the run's variables of lockstep."""
     recorded = (run.about.get("environment") or {}).get("variables") or {}
     had = {name: value for name, value in recorded.items() if name in (knobs.BACKEND, knobs.TRACEBACK)}
     if threads is not None:
@@ -118,6 +119,6 @@ def _why_no_answer(run: Run, words: list[str], code: int) -> str:
         how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}; its error is above"
         return f"{run.name}: its program ({program}), run again in one process, {how}"
     return (
-        f"{run.name}: its program ({program}), run again in one process, has ended without coming to what was asked: "
-        "does it do the same with these arguments as it did?"
+        f"{run.name}: its program ({program}), run again in one process, has ended before the point that was asked "
+        "for: does it do the same with these arguments as before?"
     )

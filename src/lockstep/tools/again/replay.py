@@ -14,7 +14,7 @@ from lockstep.tools.again.samples import UnknownBatch
 
 #: Gradients that are shown, the largest.
 _LARGEST = 5
-#: What a global batch on one process differs by from its parts on several ranks.
+#: The differences between a global batch on one process and its parts on several ranks.
 _UP_TO = "rounding and the random numbers that each rank draws (dropout)"
 
 
@@ -27,9 +27,9 @@ class Replay:
     #: The ranks of the run in that step, and the one whose part was computed; None: the whole batch was.
     world_size: int
     rank: int | None
-    #: Whether the run cut its batches into slices.
+    #: True if the run cut its batches into slices.
     in_slices: bool
-    #: What replayed.py has answered.
+    #: The answer of replayed.py.
     told: Mapping[str, Any]
 
     @property
@@ -47,7 +47,7 @@ class Replay:
         others = which_ranks(rank for rank in range(self.world_size) if rank != self.rank)
         missing = f"the gradients of {others} are missing, so those here are rank {self.rank}'s own, before the average"
         if (resumed or 0) == self.step - 1:
-            own = f"rank {self.rank}'s own forward and backward, to the bit on a machine of the same kind"
+            own = f"rank {self.rank}'s own forward and backward, with the same bits on a machine of the same kind"
             return f"{since}, the step before: {own}; {missing}"
         return (
             f"{since}; the steps between on the whole global batch, which is what {ranks} did up to {_UP_TO}, and this "
@@ -91,9 +91,7 @@ def replay(run: Run, step: int, *, rank: int | None = None, debug: bool = False)
     wanted = question.wanted
     in_slices = any(each.settings["slices"] is not None for each in wanted)
     if rank is not None and any(each.why_program for each in wanted):
-        raise UnknownBatch(
-            f"--rank {rank}: {wanted[0].why_program}, so which part a rank had can't be told before it runs"
-        )
+        raise UnknownBatch(f"--rank {rank}: {wanted[0].why_program}, so the part of a rank is not known before it runs")
     if rank is not None and not in_slices:
         for batch in (batch for each in wanted for batch in samples.compute(each)):
             if not any(part.indices for part in batch.parts):

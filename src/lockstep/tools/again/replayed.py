@@ -2,18 +2,18 @@
 
 Note [A step replayed]
 ~~~~~~~~~~~~~~~~~~~~~~
-The program is not changed. Its Checkpointers write to a folder of this process's own, in which the newest checkpoints
-before the step lie: links to the run's files, or copies where there can be none. So the program resumes as it would,
-and nothing reaches the run's folder, neither a lock nor a line of a log.
+The program is not changed. Its Checkpointers write to a folder of this process's own, which holds the newest
+checkpoints before the step: links to the run's files, or copies where links are not possible. So the program resumes as
+it would, and nothing reaches the run's folder, neither a lock nor a line of a log.
 
-Up to the step nothing is looked at. In it hooks note what batch is in hand, where a value first was not finite, and the
-losses; before the optimizer takes its step, the gradients. A value that is not finite is told with the samples whose
-rows it is in, if the tensor has a row for each sample of the batch.
+Before the step nothing is recorded. In the step, hooks note the batch in hand, where a value first was not finite, and
+the losses; before the optimizer takes its step, the gradients. A value that is not finite is told with the samples
+whose rows it is in, if the tensor has a row for each sample of the batch.
 
 With slices one process computes what the ranks did, bit by bit. Without, it computes each global batch whole, which is
 the same up to rounding. With a rank named, this process draws random numbers as that rank did, and in the step itself
 it gets that rank's part of the batch and nothing else: its forward and backward are that rank's own, to the bit if the
-checkpoint is that of the step before. What the other ranks had is missing from the gradients then.
+checkpoint is that of the step before. The other ranks' contributions are missing from the gradients then.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class _StepWatch:
         self._follow_batches()
         if self._rank is not None:
             _draw_as(self._rank, self._world_size)
-        flight.watch_optimizers(optimizers)  # without a launcher nobody counts steps
+        flight.watch_optimizers(optimizers)  # without a launcher steps are not counted
         register_module_forward_pre_hook(self._forward_begins)
         register_module_forward_hook(self._forward_was, always_call=True)
         optimizers.register_optimizer_step_pre_hook(self._before_optimizer)

@@ -7,9 +7,9 @@ lockstep ordered the samples, the rest is arithmetic, the same as in the run: th
 length), the batch out of it, and each rank's part or each slice of the batch. No sample is read and the program is not
 looked at.
 
-What a user's object has decided is not in the record: a sampler's order, a batch sampler's batches, costs. The program
-has these objects, so it is run up to its loader, which then draws the epoch again, in one process and before anything
-is trained. A batch sampler with a memory is in no known state there, and a stream has no samples with indices: both are
+Decisions of a user's object are not in the record: a sampler's order, a batch sampler's batches, costs. The program has
+these objects, so it is run up to its loader, which then draws the epoch again, in one process and before anything is
+trained. The state of a batch sampler with a memory is not known there, and a stream's samples have no indices: both are
 refused.
 """
 
@@ -56,7 +56,7 @@ class Part:
     #: The positions of the samples in the epoch's order, and their indices.
     positions: list[int]
     indices: list[int]
-    #: What the dataset gives for each of them; None: it was not asked.
+    #: The value that the dataset returns for each of them; None: it was not asked.
     samples: list[dict[str, Any]] | None = None
 
     def describe(self) -> list[str]:
@@ -81,7 +81,7 @@ class RecordedBatch:
     seed: int
     epoch: int
     batch: int
-    #: Whether it is certain that the step took it.
+    #: True if it is certain that the step took the batch.
     is_certain: bool
     #: The position of its first sample in the epoch's order, and how many samples it has.
     position: int
@@ -130,7 +130,7 @@ class Wanted:
 
     @property
     def why_program(self) -> str:
-        """What the record does not tell and the program does; empty: there is nothing."""
+        """What the program must be asked, because the record does not tell it; empty: nothing."""
         drawn_by = self.settings["drawn_by"]
         if self.settings["order"] == "sampler":
             return f"the sampler {drawn_by} drew the order of the epoch"
@@ -199,7 +199,7 @@ class Question:
 
 
 def ask_step(run: Run, step: int, *, rank: int | None = None) -> Question:
-    """Return what a step took.
+    """Return the question about the samples of a step.
 
     Args:
         run: the record.
@@ -375,14 +375,14 @@ def _why_nothing(run: Run, step: int) -> str:
         )
     if last is not None and step > last + 1:
         return f"{run.name} has no step {step:,}: the last one it has taken is {last:,}"
-    return f"{run.name}: no batch of a sharded loader is known to have gone to step {step:,}"
+    return f"{run.name}: no batch of a sharded loader is known for step {step:,}"
 
 
 def _without_loaders(run: Run) -> str:
     if run.about.get("node"):
         return f"{run.name} was recorded on machine {run.about['node']} of its job; rank 0's machine has the record"
     return (
-        f"{run.name} tells of no loader: batches are known of loaders that lockstep.shard made, in runs of this "
+        f"{run.name} has no loader: batches are known of loaders that lockstep.shard made, in runs of this "
         "version of lockstep or a later one"
     )
 
@@ -393,5 +393,5 @@ def _several(run: Run, step: int, taken: StepBatches) -> str:
     remedy = f"--epoch {taken.epoch} --batch {first} shows one of them"
     if taken.is_one_of:
         why = "the pass had not as many steps as batches, as where a GradScaler leaves steps out"
-        return f"{run.name}: step {step:,} took one of {which}, and which is not known: {sentence(why)} {remedy}"
-    return f"{run.name}: step {step:,} took {which}, which are too many to show: {remedy}"
+        return f"{run.name}: step {step:,} took one of {which}, but which one is not known: {sentence(why)} {remedy}"
+    return f"{run.name}: step {step:,} took {which}, too many to show: {remedy}"

@@ -15,11 +15,11 @@ _MOST = 80
 
 
 def describe(sample: Any) -> list[dict[str, Any]]:
-    """Return what a sample is made of, each leaf in JSON's types.
+    """Return the leaves of a sample, each in JSON's types.
 
     Each has ``path`` (keys with points between; empty: the sample itself), ``type``, and ``text`` (the value, cut
     off), or for tensors and arrays ``dtype``, ``shape``, and, if they hold numbers, ``low``, ``high``, ``mean`` of
-    those that are finite and ``nonfinite``, the number of the others; null where there is none.
+    those that are finite and ``nonfinite``, the number of the others; null if there is none.
     """
     return [_leaf(path, value) for path, value in _leaves(sample, "")]
 

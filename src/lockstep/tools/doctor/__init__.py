@@ -5,8 +5,8 @@
     lockstep doctor  ──pipe or ssh──  hosted.py on each host  ──  the checks, in the order of CHECKS in checks.py
     visit.py                                                  ──  child.py: torch's own words, a job of two ranks
 
-What a check has found is data (findings.py). A check looks at one machine and returns its findings; what lies between
-machines (between.py) is found by comparing what they have said. torch is imported in processes of its own
-(torch_facts.py and trial.py), which have a limit, and never in the launcher. ``lockstep doctor --env`` (environment.py)
-prints what a bug report needs, from the same facts.
+Findings are data (findings.py). A check looks at one machine and returns its findings; faults between machines
+(between.py) are found by comparing their answers. torch is imported in processes of its own (torch_facts.py and
+trial.py), which have a limit, and never in the launcher. ``lockstep doctor --env`` (environment.py) prints the facts
+that a bug report needs, from the same source.
 """

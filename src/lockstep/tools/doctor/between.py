@@ -1,4 +1,4 @@
-"""Compare what machines have said of themselves and each other: versions, clocks, ways, a common folder."""
+"""Compare the machines' answers about themselves and each other: versions, clocks, connections, a common folder."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _ALIKE = ("numpy", "safetensors", "xxhash")
 
 
 def compare_versions(machines: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """Compare what the machines are.
+    """Compare the machines' hardware and versions.
 
     Args:
-        machines: what ``facts.collect`` has returned on each, by name.
+        machines: the result of ``facts.collect`` on each, by name.
     """
     found = list(_differing(machines))
     yield from found
@@ -141,7 +141,7 @@ class Try:
 
 
 def judge_ways(tries: Sequence[Try], *, first: str, limit: float) -> Iterator[Finding]:
-    """Say who reaches whom.
+    """Return findings about which hosts reach which.
 
     Args:
         tries: every connection that was tried.
@@ -232,7 +232,7 @@ def _port(port: int) -> str:
 
 
 def judge_folder(folder: str, owner: str, seen: Mapping[str, bool]) -> Iterator[Finding]:
-    """Say whether the hosts have the run's folder in common.
+    """Return findings about whether the hosts share the run's folder.
 
     Args:
         folder: its path.
@@ -251,11 +251,11 @@ def judge_folder(folder: str, owner: str, seen: Mapping[str, bool]) -> Iterator[
 
 
 def name_ranks(places: Sequence[Sequence[str]], hosts: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return what the host of each rank is called.
+    """Return the name of each rank's host.
 
     Args:
-        places: what each rank says of itself (``facts.place``).
-        hosts: what each host has said.
+        places: the place of each rank (``facts.place``).
+        hosts: the answers of each host.
     """
     names = []
     for place in places:

@@ -1,6 +1,7 @@
-"""Check what a machine offers to a job: versions, cores, memory, shared memory, limits, names, ports.
+"""Check a machine for a job: versions, cores, memory, shared memory, limits, names, ports.
 
-A check takes the :class:`CheckTask` and yields findings. It leaves nothing behind: what it makes it removes at once.
+A check takes the :class:`CheckTask` and yields findings. It leaves nothing behind: files that it makes it removes at
+once.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def check_cores(task: CheckTask) -> Iterator[Finding]:
             Problem.CORES_BUSY,
             "cores",
             f"{load:.1f} of the machine's {everything} cores were in use in the last minute",
-            "see with top what it is: ranks in step are as fast as the slowest of them",
+            "see with top which programs these are: ranks in step are as fast as the slowest of them",
         )
     text = os.environ.get("OMP_NUM_THREADS", "")
     if text and not (text.isdecimal() and int(text)):
@@ -217,7 +218,7 @@ def check_shared_memory(task: CheckTask) -> Iterator[Finding]:
                 Problem.DEV_SHM_FULL,
                 "/dev/shm",
                 f"/dev/shm has {as_size(free)} left of {as_size(total)}",
-                "see with ls -l /dev/shm what dead jobs have left there, and remove it",
+                "list what dead jobs have left there with ls -l /dev/shm, and remove it",
             )
         else:
             yield ok("/dev/shm", f"{as_size(free)} free of {as_size(total)}, for DataLoader workers")
@@ -334,7 +335,7 @@ def _core_files() -> Iterator[Finding]:
 
 
 def check_names(task: CheckTask) -> Iterator[Finding]:
-    """Look at what this machine's own name leads to: gloo, and jobs by --node-rank, take it for its address."""
+    """Check to which address this machine's own name resolves, which gloo and jobs by --node-rank use."""
     name = socket.gethostname()
     try:
         found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
@@ -442,7 +443,7 @@ def _pids() -> tuple[int | None, int]:
 
 
 def _descriptors(pid: int) -> Iterator[str]:
-    """Yield what the open descriptors of a process are; nothing if it has ended, or keeps them to itself."""
+    """Yield the targets of a process's open descriptors; nothing if it has ended, or they can't be read."""
     with contextlib.suppress(OSError):
         for fd in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):  # it has just been closed

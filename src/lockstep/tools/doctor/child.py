@@ -36,7 +36,7 @@ class ChildResult:
 
     @property
     def last_words(self) -> str:
-        """The last lines that it has written."""
+        """The last lines of its output."""
         text = self.err if self.err.strip() else self.out
         return "\n".join(last_lines(text, _LINES)) or "it said nothing"
 

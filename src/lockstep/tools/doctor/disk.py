@@ -1,4 +1,4 @@
-"""Check the folder that a run goes to: room, rights, and how long the disk takes until data is durable."""
+"""Check the folder that a run writes to: space, permissions, and how long the disk takes until data is durable."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REPEATS = 5
 
 
 def check_folder(task: CheckTask) -> Iterator[Finding]:
-    """Look at the folder that a run goes to, or where it would be made. What is written there has no name."""
+    """Check the folder that a run writes to, or in which it would be made. The test file has no name."""
     folder = task.folder.absolute()
     there = nearest(folder)
     name = str(folder) if there == folder else f"{there}, where {folder.relative_to(there)} would be made,"
@@ -88,7 +88,7 @@ def check_folder(task: CheckTask) -> Iterator[Finding]:
 
 
 def nearest(folder: Path) -> Path:
-    """Return a folder, or if it is not there yet the one in which it would be made."""
+    """Return a folder, or if it does not exist yet the one in which it would be made."""
     folder = folder.absolute()
     return next(each for each in (folder, *folder.parents) if each.exists())
 

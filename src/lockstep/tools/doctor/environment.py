@@ -1,4 +1,4 @@
-"""What a bug report needs, as text to paste: versions, machine, variables; no secrets."""
+"""The facts that a bug report needs, as text to paste: versions, machine, variables; no secrets."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def describe() -> str:
     variables = telling()
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {without_secrets(value)}" for name, value in rows]
-    lines += ["", "variables:" if variables else "variables: none of those that matter"]
+    lines += ["", "variables:" if variables else "variables: none that influences a job"]
     lines += [f"  {name}={value if value.startswith('(') else shlex.quote(value)}" for name, value in variables.items()]
     return "\n".join(lines)
 
@@ -91,7 +91,7 @@ def _shared() -> str:
 
 
 def _torch() -> list[tuple[str, str]]:
-    """Return what torch says of itself; it is imported in a process of its own."""
+    """Return torch's description of itself; it is imported in a separate process."""
     ended = child.run("lockstep.tools.doctor.torch_facts", limit=TORCH_LIMIT)
     if ended.code != 0:
         how = f"no answer within {TORCH_LIMIT:g} s" if ended.code is None else ended.last_words.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Find out without torch what a machine is: versions, processor, memory, GPUs."""
+"""Collect the facts about a machine without torch: versions, processor, memory, GPUs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def collect() -> dict[str, Any]:
-    """Return what this machine is, for comparisons and bug reports; JSON can hold it."""
+    """Return the facts about this machine, for comparisons and bug reports, in JSON's types."""
     group = memory_group()
     return {
         "hostname": socket.gethostname(),
@@ -54,7 +54,7 @@ def collect() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what is installed of :data:`PACKAGES`. Nothing is imported."""
+    """Return the versions of the installed packages of :data:`PACKAGES`. Nothing is imported."""
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -63,7 +63,7 @@ def versions() -> dict[str, str]:
 
 
 def binding() -> str:
-    """Return to which cores ``lockstep run`` binds ranks here, if nobody says how many and how."""
+    """Return to which cores ``lockstep run`` binds ranks here without -n and --bind."""
     ranks = parse_ranks("auto", cores=machine.cores(), gpus=machine.gpus())
     return f"{bind_ranks(Bind.AUTO, ranks).describe()} (--bind auto, {counted(ranks, 'rank')})"
 
@@ -75,7 +75,8 @@ def driver() -> str:
 
 
 def place() -> list[str]:
-    """Return what tells this host from others with its name: the name, and the address at which ssh has reached it."""
+    """Return the identity of this host among others with its name: the name, and the address at which ssh has reached
+    it."""
     return [socket.gethostname(), *os.environ.get("SSH_CONNECTION", "").split()[2:3]]
 
 

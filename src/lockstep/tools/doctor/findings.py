@@ -1,4 +1,4 @@
-"""What a check has found: how bad it is, what it is, what to do about it."""
+"""The findings of a check: how bad each is, what it is, what to do about it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.text import counted
 
 
 class Level(str, enum.Enum):
-    """How bad it is."""
+    """The severity of a finding."""
 
     OK = "ok"
     #: A job runs, but slower than it could, or not in every form.
@@ -22,7 +22,7 @@ class Level(str, enum.Enum):
 
 
 class Problem(enum.Enum):
-    """What a finding is, for programs; docs/codes.md says what each of them means."""
+    """The kind of a finding, for programs; docs/codes.md says what each of them means."""
 
     #: All is well.
     NONE = "ok"
@@ -145,7 +145,7 @@ class Finding:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Finding:
-        """Read what another process has found."""
+        """Read the finding of another process."""
         return cls(**{**fields, "level": Level(fields["level"]), "code": Problem(fields["code"])})
 
 

@@ -1,8 +1,8 @@
-"""On a host that is checked: do what is asked over standard input, say what was found over standard output.
+"""On a host that is checked: take orders from standard input, and write the findings to standard output.
 
-Orders are lines of JSON, answers are the frames of ``remote/frames.py``. One thread does what is asked, one thing after
-the other; the main thread hears, so that this ends at once when the asking process is gone: with its processes, its
-listeners, and what it has made in a folder for others to see.
+Orders are lines of JSON, answers are the frames of ``remote/frames.py``. One thread carries out the orders, one after
+the other; the main thread reads, so that this process ends at once when the other end is gone, with its child
+processes, its listeners, and the file that it has made for other hosts to see.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 
 
 def serve() -> NoReturn:
-    """Greet, then do what is asked until the connection ends or falls silent."""
+    """Greet, then carry out orders until the connection ends or falls silent."""
     greet(free_port())
     orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     host = _Host()
@@ -110,7 +110,7 @@ class _Host:
         self._busy = threading.Lock()
 
     def obey(self, orders: queue.SimpleQueue[dict[str, Any]]) -> None:
-        """Do what is asked, one thing after the other; never returns."""
+        """Carry out orders, one after the other; never returns."""
         verbs: dict[str, Callable[[dict[str, Any]], Any]] = {
             "look": self._look,
             "clock": lambda _order: time.time(),
@@ -150,7 +150,7 @@ class _Host:
             _say(
                 {
                     "found": wrong(
-                        Problem.RANKS_INVALID, "ranks", str(error), "say another number for this host: HOST:N"
+                        Problem.RANKS_INVALID, "ranks", str(error), "give another number for this host: HOST:N"
                     ).to_json()
                 }
             )
@@ -197,7 +197,7 @@ class _Host:
         return {"ports": ports}
 
     def _ways(self, order: dict[str, Any]) -> list[str | None]:
-        """Return this host's own address on the way to each of the others; None: there is no way."""
+        """Return this host's own address on the route to each of the others; None: there is no route."""
         return [_own_address(str(address)) for address in order["to"]]
 
     def _connect(self, order: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Print what torch says of this machine, as JSON: a program of its own, since it imports torch and asks the driver."""
+"""Print torch's facts about this machine, as JSON: a separate program, since it imports torch and asks the driver."""
 
 from __future__ import annotations
 

@@ -47,19 +47,19 @@ def check_torch(task: CheckTask) -> Iterator[Finding]:
 def judge_torch(
     found: Mapping[str, Any], *, gpus: int, visible: int, ranks: int, env: Mapping[str, str] = os.environ
 ) -> Iterator[Finding]:
-    """Say what is wrong with torch and the GPUs.
+    """Return findings about torch and the GPUs.
 
     Args:
-        found: what ``torch_facts.py`` prints.
+        found: the output of ``torch_facts.py``.
         gpus: device files of the driver.
         visible: those of them that CUDA_VISIBLE_DEVICES leaves.
-        ranks: how many are to run here.
+        ranks: the number of ranks planned here.
         env: the environment, which may have LOCKSTEP_BACKEND.
     """
     build = f"torch {found['torch']} is built " + (f"for CUDA {found['cuda']}" if found["cuda"] else "without CUDA")
     devices = found["devices"]
     if not gpus and not found["available"]:
-        yield ok("GPUs", "there is none: ranks train on the CPU")
+        yield ok("GPUs", "there are none: ranks train on the CPU")
     elif visible < gpus and not visible:
         yield warning(
             Problem.GPUS_HIDDEN, "GPUs",
@@ -86,7 +86,7 @@ def judge_torch(
                 Problem.GPUS_NOT_ALL_SEEN,
                 "GPUs",
                 f"torch sees {len(devices)} of {visible}",
-                "see nvidia-smi for what the others do",
+                "check the others with nvidia-smi",
             )
     if devices and devices[0]["capability"] is None:
         own = found["backend"]
@@ -119,7 +119,7 @@ def _judge_devices(found: Mapping[str, Any], *, ranks: int) -> Iterator[Finding]
         if device["error"]:
             yield wrong(
                 Problem.GPU_FAILED, "GPUs",
-                f"{name}: {device['error']}", "end what uses it (nvidia-smi), or leave it out with "
+                f"{name}: {device['error']}", "end the program that uses it (nvidia-smi), or leave the GPU out with "
                 "CUDA_VISIBLE_DEVICES",
             )  # fmt: skip
         elif found["cuda"] and not _has_kernels(found["architectures"], device["capability"]):
@@ -132,7 +132,7 @@ def _judge_devices(found: Mapping[str, Any], *, ranks: int) -> Iterator[Finding]
             yield warning(
                 Problem.GPU_MEMORY_IN_USE, "GPUs",
                 f"{name}: {as_size(device['free'])} free of {as_size(device['memory'])}",
-                "see with nvidia-smi who uses it",
+                "see with nvidia-smi which program uses it",
             )  # fmt: skip
         else:
             driver = facts.driver()
@@ -194,7 +194,7 @@ def check_job(task: CheckTask) -> Iterator[Finding]:
 
 
 def judge_own_job(job: Mapping[str, Any]) -> Finding:
-    """Say how two ranks of this machine average with each other.
+    """Return findings about how two ranks of this machine average with each other.
 
     Args:
         job: what ``trial.py`` has printed.
@@ -208,7 +208,7 @@ def judge_own_job(job: Mapping[str, Any]) -> Finding:
             Problem.JOB_SLOW,
             "a job",
             what,
-            "see with top who else uses the cores: ranks wait for each other in each step",
+            "see with top which other programs use the cores: ranks wait for each other in each step",
         )
     return ok("a job", what)
 
@@ -220,7 +220,7 @@ _REPORT = (
 
 
 def read_job(ended: child.ChildResult) -> dict[str, Any] | str:
-    """Return what ``trial.py`` has printed, or why it has not."""
+    """Return the output of ``trial.py``, or the reason why there is none."""
     if ended.code is None:
         return f"it did not end in time; {ended.last_words}"
     try:
@@ -258,7 +258,7 @@ def job_on_hosts(hosts: str, *, logs: str) -> child.ChildResult:
 
 
 def judge_job(job: Mapping[str, Any], names: list[str]) -> Iterator[Finding]:
-    """Say how hosts average with each other, two by two.
+    """Return findings about how hosts average with each other, two by two.
 
     Args:
         job: what ``trial.py`` has printed.

@@ -137,7 +137,7 @@ def _devices(env: Mapping[str, str]) -> Iterator[Finding]:
             yield wrong(
                 Problem.NETWORK_DEVICE_MISSING,
                 "variables",
-                f"NCCL_SOCKET_IFNAME={wanted}: no network device here is named so",
+                f"NCCL_SOCKET_IFNAME={wanted}: no network device here has that name",
                 f"name one of {', '.join(there)}, or unset it",
             )
 
@@ -173,19 +173,19 @@ HIDDEN = "(set; not shown)"
 
 
 def telling(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that a bug report needs, without secrets: what is named like one, or looks like one."""
+    """Return the variables that a bug report needs, without variables that are named like secrets or look like them."""
     return {name: shown(name, env[name]) for name in sorted(env) if name.startswith(_TELLING)}
 
 
 def shown(name: str, value: str) -> str:
-    """Return what may be shown of a variable's value."""
+    """Return the part of a variable's value that may be shown."""
     if _SECRET_NAME.search(name):
         return HIDDEN
     return without_secrets(value)
 
 
 def without_secrets(text: str) -> str:
-    """Return a text with what looks like a token or a password taken out, and the home folder as ``~``."""
+    """Return a text without tokens and passwords, as far as they are recognised, and with the home folder as ``~``."""
     text = _PASSWORD.sub("…@", _TOKEN.sub("…", text))
     home = os.path.expanduser("~")
     return re.sub(rf"{re.escape(home)}(?=/|$|:)", "~", text) if len(home) > 1 else text

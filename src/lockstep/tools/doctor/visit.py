@@ -1,4 +1,4 @@
-"""Visit hosts, or this machine, and bring back what was found there and between them. Every wait has a limit."""
+"""Visit hosts, or this machine, and bring back the findings there and between them. Every wait has a limit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ THIS = "this machine"
 
 @dataclass(frozen=True)
 class VisitOptions:
-    """What the user wants to know."""
+    """The user's options."""
 
     #: The value of -n, for hosts that have no number of their own.
     ranks: str | None = None
@@ -55,7 +55,7 @@ class VisitOptions:
 
 @dataclass
 class Visited:
-    """What was found on one host."""
+    """The findings on one host."""
 
     name: str
     findings: list[Finding] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Visited:
 
 @dataclass
 class Report:
-    """What was found."""
+    """The findings on all hosts."""
 
     hosts: list[Visited]
     #: Findings about the connections between hosts.
@@ -106,7 +106,7 @@ class _Visit:
         self.connection.send(json.dumps(order).encode() + b"\n")
 
     def lose(self, finding: Finding) -> None:
-        """Record why the host is lost, and go on without it."""
+        """Record why the host is lost, and continue without it."""
         self.there = self.connection.open = False
         self.visited.findings.append(finding)
         self.connection.close()
@@ -127,7 +127,7 @@ class _Visit:
 
 
 def look_at(hosts: Sequence[Host], asked: VisitOptions) -> Report:
-    """Look at ``hosts``; at this machine if there are none."""
+    """Check ``hosts``, or this machine if none is given."""
     several = len(hosts) > 1
     report = Report([Visited(host.name) for host in hosts] or [Visited(THIS)])
     with ExitStack() as undo:
@@ -217,7 +217,7 @@ class _Party:
         return [visit for visit in self._visits if visit.there]
 
     def greet(self) -> None:
-        """Wait, for a limited time, until all hosts have answered, and go on without those that have not."""
+        """Wait, for a limited time, until all hosts have answered, and continue without those that have not."""
         self._wait(lambda visit: visit.connection.frames.greeting is not None, _REACH)
         for visit in self.there:
             greeting = visit.connection.frames.greeting
@@ -270,7 +270,7 @@ class _Party:
         return self.ask(dict.fromkeys(self.there, order))
 
     def during(self, work: Callable[[], child.ChildResult]) -> child.ChildResult:
-        """Return what ``work`` returns, which runs in a thread; meanwhile give the hosts signs of life."""
+        """Run ``work`` in a thread and return its result; meanwhile give the hosts signs of life."""
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(work)
             try:

@@ -15,7 +15,7 @@ Rabenseifner and Gropp, Optimization of collective communication operations in M
 - *hierarchical*: a reduce-scatter and an all-gather inside each host, and between them the faster of the other two
   between hosts, for which the ranks of a host share its link.
 
-None of the formulas knows of congestion, of unequal links, or of what adding up costs, unless the rate includes that.
+None of the formulas models congestion, unequal links, or the time for adding up, unless the rate includes that.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Network:
 
     #: Between hosts; the ranks of a host share it.
     between: Link
-    #: Between ranks of a host.
+    #: The link between ranks of a host.
     inside: Link
     #: Ranks of a host that is full.
     ranks_per_host: int
@@ -67,7 +67,7 @@ class Network:
 
         Args:
             size: bytes.
-            ranks: how many take part.
+            ranks: the number of ranks that take part.
             algorithm: one of :data:`ALGORITHMS`, or ``best``.
         """
         ways = {"ring": self._ring, "tree": self._tree, "hierarchical": self._hierarchical}

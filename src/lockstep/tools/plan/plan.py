@@ -7,18 +7,18 @@ gradients can be sent once it is ready on all ranks, and once the bucket before 
 
     gone[k] = max(gone[k - 1], ready[k]) + all_reduce(bytes[k])
 
-The step ends when the last has gone, and what it costs to copy gradients in and out is added. Where a run sends nothing
-during backward (over shm, say), all of it is one bucket that is ready at the end.
+The step ends when the last bucket has gone, and the time for copying gradients in and out is added. If a run sends
+nothing during backward (over shm, for example), all gradients are one bucket that is ready at the end.
 
 Note [The slowest of many]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-All ranks wait for the slowest, and of more ranks the slowest is slower. What the ranks take differs from step to step
-in common (an evaluation, a save, another machine's load): that is taken off as the median over ranks, and a step's own
-length is the median of these. What is left says by how much each rank is off in each step. N ranks are N / R times the
-R that were recorded, and each draws one of its own deviations: the expected largest of them all has a closed form, so
-nothing is drawn. (Fewer than R are drawn from all alike.) It never exceeds what was recorded, so a rare hiccup that
-came in none of the timed steps is missing, however many ranks there are; and of a lone rank nobody can say by how much
-ranks differ.
+All ranks wait for the slowest, and of more ranks the slowest is slower. Part of the ranks' times varies from step to
+step in common (an evaluation, a save, another machine's load): it is taken off as the median over ranks, and the length
+of a step is the median of these. The rest is each rank's deviation in each step. N ranks are N / R times the R that
+were recorded, and each draws one of its own deviations: the expected largest of them all has a closed form, so nothing
+is drawn. (Fewer than R ranks are drawn from all of them equally.) It never exceeds what was recorded, so a rare hiccup
+that came in none of the timed steps is missing, however many ranks there are; and for a lone rank it is not known by
+how much ranks differ.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _OTHER = 0.02
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the trace of one start of a run says, of the ranks of one machine."""
+    """The content of the trace of one start of a run, for the ranks of one machine."""
 
     name: str
     tables: tuple[Timetable, ...]
@@ -176,7 +176,7 @@ class Point:
     samples_per_second: float | None
     #: Samples a second, as a fraction of what as many ranks reach that each train alone.
     efficiency: float
-    #: What a thousand steps cost on these hosts; None: there is no price.
+    #: The cost of a thousand steps on these hosts; None: there is no price.
     cost_of_1000_steps: float | None = None
 
 

@@ -1,9 +1,9 @@
-"""Read a rank's timetable from a trace: what its steps were made of, and when each bucket was ready. Pure.
+"""Read a rank's timetable from a trace: the parts of its steps, and when each bucket was ready. Pure.
 
-A step goes from one moment at which all ranks have met, the end of an averaged backward, to the next. What a rank waits
-in between is for others, so it is taken off; what it does in between is its own. On a GPU all of it is by the GPU's
-time: when its stream began and ended what the rank had queued (Note [Two clocks] in ``job/device.py``), and what the
-stream waited for is what the rank waits for.
+A step goes from one moment at which all ranks have met, the end of an averaged backward, to the next. The time that a
+rank waits in between is for others, so it is taken off; the rest is its own. On a GPU all of it is by the GPU's time:
+when its stream began and ended what the rank had queued (Note [Two clocks] in ``job/device.py``), and what the stream
+waited for is what the rank waits for.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _NS = 1e-9
 
 
 class NoTimetable(LockstepError):
-    """A trace tells nothing that a plan could be made of; the message says why, and may be empty."""
+    """A trace is not enough for a plan; the message says why, and may be empty."""
 
     code = "no-timetable"
 
 
 @dataclass(frozen=True)
 class Timetable:
-    """What one rank's steps were made of. Times are seconds, of one step after the other, without the waits for other
+    """The parts of one rank's steps. Times are seconds, of one step after the other, without the waits for other
     ranks."""
 
     rank: int
     backend: str = ""
-    #: Ranks that averaged.
+    #: The number of ranks that averaged.
     world_size: int = 0
     #: The device of the gradients: ``cpu``, or the kind of GPU.
     device: str = "cpu"
@@ -57,7 +57,7 @@ class Timetable:
     buckets: tuple[int, ...] = ()
     #: The fraction of the backward that was over when each bucket was ready, in the median step.
     ready: tuple[float, ...] = ()
-    #: The optimizers' steps.
+    #: The time of the optimizers' steps.
     optimizer: tuple[float, ...] = ()
     #: All else before the backward: data, forward, own code, backwards that only accumulate.
     before: tuple[float, ...] = ()
@@ -157,10 +157,11 @@ class _Rank:
         return [event for event in begins if event["args"]["replica"] == turns[-1]]
 
     def _find_steps(self, averaging: list[Event], begins: list[Event], ready: list[Event]) -> dict[int, _Step]:
-        """Return the steps that are whole by the numbers of their averages; one in which a backward failed is none.
+        """Return the steps that are whole by the numbers of their averages; one in which a backward failed does not
+        count.
 
         Raises:
-            NoTimetable: of no step it is known when it was, by the clock that counts.
+            NoTimetable: for no step is its time known, by the clock that counts.
         """
         steps: dict[int, _Step] = {}
         missing: list[str] = []

@@ -1,4 +1,4 @@
-"""Port one script: choose who knows its kind, make the edits, and look at what came out."""
+"""Port one script: choose the rules for its kind, make the edits, and check the result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ScriptKind(Protocol):
         """Return whether the script is one of these."""
 
     def port(self, porting: Porting) -> None:
-        """Record the edits of the script, and say what became of its lines."""
+        """Record the edits of the script, and a remark on each of its lines that they concern."""
 
 
 #: The first that matches ports the script.
@@ -38,8 +38,8 @@ _OUT_OF_REACH = {
     "torch.distributed.fsdp": "parameters in parts (FSDP): keep it, started by lockstep run",
     "torch.distributed._composable": "parameters in parts (FSDP): keep it, started by lockstep run",
     "torch.distributed.tensor": "tensor parallelism stays torch's own; start the script by lockstep run as it is",
-    "torch.distributed.rpc": "torch's RPC is no training on equal batches",
-    "torch.distributed.pipelining": "a pipeline is no data-parallel training",
+    "torch.distributed.rpc": "torch's RPC does not train on equal batches",
+    "torch.distributed.pipelining": "a pipeline is not data-parallel",
     "deepspeed": "keep DeepSpeed, or write the loop for torch first",
     "pytorch_lightning": "the loop is in Lightning's Trainer (docs/guides/lightning.md)",
     "lightning.pytorch": "the loop is in Lightning's Trainer (docs/guides/lightning.md)",
@@ -54,7 +54,7 @@ _FOREIGN = ("horovod",)
 
 @dataclass(frozen=True)
 class Port:
-    """A script that was ported, or why it was not."""
+    """A script that was ported, or the reasons why it was not."""
 
     path: Path
     verdict: PortVerdict
@@ -66,7 +66,7 @@ class Port:
 
     @property
     def diff(self) -> str:
-        """The unified diff; empty where nothing was changed."""
+        """The unified diff; empty if nothing was changed."""
         lines = difflib.unified_diff(
             self.before.splitlines(keepends=True), self.after.splitlines(keepends=True), str(self.path), str(self.path)
         )
@@ -83,10 +83,10 @@ def port(path: Path, *, ranks: int | None = None) -> Port:
     Args:
         path: a file of Python, in UTF-8.
         ranks: the number of ranks that the script ran on, which is written where a number per rank becomes one of all
-            ranks; None: the number of ranks that the port is going to run on.
+            ranks; None: the number of ranks that the port will run on.
 
     Raises:
-        CannotPort: it is no Python that can be parsed.
+        CannotPort: it is not valid Python.
         OSError: it can't be read.
     """
     try:
@@ -109,7 +109,7 @@ def port_text(text: str, path: Path, *, ranks: int | None = None) -> Port:
     kind = next((each for each in _KINDS if each.matches(porting)), None)
     if kind is None:
         porting.refused(
-            None, "no training", "no backward() is seen in this file", "name the file that has the training loop"
+            None, "no training", "there is no backward() in this file", "name the file that has the training loop"
         )
     elif not porting.remarks:
         kind.port(porting)
@@ -186,7 +186,7 @@ def _drop_imports(script: Script, unused_before: frozenset[str]) -> None:
 
 
 def _add_imports(script: Script) -> None:
-    """Import lockstep, and what else the edits use, after the script's imports."""
+    """Import lockstep, and other names that the edits use, after the script's imports."""
     last = None
     for each in script.module.body:
         if isinstance(each, (cst.FunctionDef, cst.ClassDef, cst.If, cst.For, cst.While, cst.With)):
@@ -210,7 +210,7 @@ def _bound(alias: cst.ImportAlias) -> str:
 
 
 def _look_at(after: str, porting: Porting) -> None:
-    """Hold the ported text to what it must be: Python, and without what it was ported from."""
+    """Check that the ported text is valid Python and no longer uses the library that it was ported from."""
     for node in ast.walk(ast.parse(after)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

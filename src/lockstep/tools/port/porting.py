@@ -1,4 +1,4 @@
-"""A port under way: the script, what its expressions hold, where lockstep is initialised, and what was said."""
+"""A port under way: the script, the values of its expressions, where lockstep is initialised, and the remarks."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class InitSite:
     """Where ``lockstep.init()`` is called.
 
     Args:
-        node: what stood there, or the statement before which it is inserted.
+        node: the statement that the call replaces, or before which it is inserted.
         named: its World is held by a variable ``world``.
         conditional: it runs only in some cases, or there are several.
-        inserted: the call comes before ``node``, in place of which nothing stands.
+        inserted: the call comes before ``node``, which stays.
     """
 
     node: cst.CSTNode
@@ -49,7 +49,7 @@ class Porting:
     Args:
         script: the script.
         ranks: the number of ranks that the script ran on, to be written where a number per rank becomes one of all
-            ranks; None: the number on which the port runs, whatever it is.
+            ranks; None: the number of ranks that the port runs on.
     """
 
     def __init__(self, script: Script, *, ranks: int | None = None) -> None:
@@ -64,19 +64,19 @@ class Porting:
     # What is said.
 
     def changed(self, node: cst.CSTNode, what: str, why: str) -> None:
-        """Say that a line does the same in other words."""
+        """Note that a line was rewritten and does the same."""
         self._say(node, RemarkKind.CHANGED, what, why, "")
 
     def differs(self, node: cst.CSTNode | None, what: str, why: str, advice: str = "") -> None:
-        """Say that something is another thing by design of lockstep."""
+        """Note that a line does something different by design of lockstep."""
         self._say(node, RemarkKind.DIFFERS, what, why, advice)
 
     def left(self, node: cst.CSTNode | None, what: str, why: str, advice: str) -> None:
-        """Say that a line stays as it is, and what to do about it."""
+        """Note that a line stays as it is, and what to do about it."""
         self._say(node, RemarkKind.LEFT, what, why, advice)
 
     def refused(self, node: cst.CSTNode | None, what: str, why: str, advice: str) -> None:
-        """Say why the script is not ported."""
+        """Note a reason why the script is not ported."""
         self._say(node, RemarkKind.REFUSED, what, why, advice)
 
     def _say(self, node: cst.CSTNode | None, kind: RemarkKind, what: str, why: str, advice: str) -> None:
@@ -93,7 +93,7 @@ class Porting:
     # The world.
 
     def set_init(self, nodes: list[cst.CSTNode], *, inserted: bool = False) -> None:
-        """Say where ``lockstep.init()`` is going to be called; ``inserted``: before the first of ``nodes``."""
+        """Note where ``lockstep.init()`` will be called; ``inserted``: before the first of ``nodes``."""
         first = nodes[0]
         inner = self.script.around(first, cst.If, cst.For, cst.While, cst.Try, cst.With)
         if len(nodes) == 2 and isinstance(inner, cst.If) and self._are_branches(inner, nodes):
@@ -107,7 +107,7 @@ class Porting:
         self.init = InitSite(first, named=free and not conditional, conditional=conditional, inserted=inserted)
 
     def _are_branches(self, inner: cst.If, nodes: list[cst.CSTNode]) -> bool:
-        """Return whether one of two nodes stands in the body of an ``if`` and the other in its ``else``."""
+        """Return whether one of two nodes is in the body of an ``if`` and the other in its ``else``."""
         other = inner.orelse
         return (
             isinstance(other, cst.Else)
@@ -122,8 +122,8 @@ class Porting:
     def runs_after_init(self, node: cst.CSTNode) -> bool:
         """Return whether lockstep is initialised where ``node`` runs.
 
-        It is after the call in the same function, and after the call of that function in functions that call it. Of
-        others this is taken for granted: ``lockstep.world()`` is an error where it is not so.
+        That is so after the call in the same function, and after the call of that function in functions that call it.
+        In other functions it is taken for granted: otherwise ``lockstep.world()`` raises an error there.
         """
         init, script = self.init, self.script
         if init is None:
@@ -154,7 +154,7 @@ class Porting:
         return False
 
     def world(self, node: cst.CSTNode) -> str:
-        """Return what the World is called at a place."""
+        """Return the name of the World at a place."""
         init = self.init
         if init is None or not init.named:
             return "lockstep.world()"
@@ -163,12 +163,12 @@ class Porting:
         return "world" if visible else "lockstep.world()"
 
     def size(self, node: cst.CSTNode) -> str:
-        """Return the number of ranks as it is written at a place."""
+        """Return the text for the number of ranks at a place."""
         return f"{self.world(node)}.world_size" if self.ranks is None else str(self.ranks)
 
     def size_of(self, node: cst.CSTNode) -> str:
-        """Return what stands for a number of ranks that the script asks for: the number that it ran on, where that is
-        given and a learning rate is scaled by it; else the number of ranks that there are."""
+        """Return the text for a number of ranks that the script uses: the number that it ran on, if that is given and a
+        learning rate is scaled by it; otherwise the number of ranks at run time."""
         assigned = self.script.around(node, cst.Assign)
         names = self.script.source(assigned.targets[0].target) if isinstance(assigned, cst.Assign) else ""
         call = self.script.around(node, cst.Call)
@@ -178,12 +178,12 @@ class Porting:
         return f"{self.world(node)}.world_size"
 
     def init_call(self, at: cst.CSTNode, *given: str, seed: str | None = None) -> str:
-        """Return the statement that initialises lockstep, and say what becomes of seeds.
+        """Return the statement that initialises lockstep, and note what happens to seeds.
 
         Args:
-            at: where it is going to stand.
+            at: the place of the statement.
             given: its arguments.
-            seed: the text of its seed; None: what the script's own seeding makes of it.
+            seed: the text of its seed; None: it follows from the script's own seeding.
         """
         assert self.init is not None
         arguments = ", ".join([*given, *(self._seed(at) if seed is None else [f"seed={seed}"])])
@@ -256,7 +256,7 @@ class Porting:
         self.script.replace(value, make)
 
     def expression_statement(self, node: cst.CSTNode) -> Statement | None:
-        """Return the line of which a call is all, or of which it is what is assigned; None for any other."""
+        """Return the line that consists of a call, or assigns its result; None for any other call."""
         statement = self.script.statement(node)
         if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
             return None

@@ -1,4 +1,4 @@
-"""What is said about a port: remarks on lines, and the verdict."""
+"""The messages about a port: remarks on lines, and the verdict."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from lockstep.errors import LockstepError
 
 
 class CannotPort(LockstepError):
-    """The script can't be read: it is no Python that this version knows, or not UTF-8."""
+    """The script can't be read: it is not Python that this version knows, or not UTF-8."""
 
     code = "cannot-port"
 
 
 class RemarkKind(CodedEnum):
-    """What became of a line."""
+    """The outcome for a line."""
 
     CHANGED = "changed", "line-changed"
     DIFFERS = "differs by design", "line-differs"
@@ -25,7 +25,7 @@ class RemarkKind(CodedEnum):
 
 
 class PortVerdict(CodedEnum):
-    """What became of a script."""
+    """The outcome for a script."""
 
     FULLY = "ported fully", "ported-fully"
     PARTLY = "ported in part", "ported-partly"
@@ -39,10 +39,10 @@ class Remark:
 
     Args:
         line: its number, from 1; 0: the script as a whole.
-        kind: what became of it.
-        what: what stands there.
+        kind: the outcome for it.
+        what: the code that it is about.
         why: why it was changed, left or refused.
-        advice: what to do; empty where there is nothing to do.
+        advice: what to do; empty if there is nothing to do.
     """
 
     line: int

@@ -1,4 +1,4 @@
-"""Say what became of a script: the verdict, the diff, and the remarks line by line, in words and as JSON."""
+"""Report on a port: the verdict, the diff, and the remarks line by line, in words and as JSON."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def describe(port: Port, verified: Sequence[Verified], *, every_line: bool = Fal
     """Return the report.
 
     Args:
-        port: what became of the script.
-        verified: what ``lockstep verify`` has said; empty if it was not asked.
-        every_line: tell of changed lines as well.
+        port: the ported script.
+        verified: the verdicts of ``lockstep verify``; empty if it was not run.
+        every_line: list the changed lines as well.
     """
     lines = [_head(port)]
     if port.diff:

@@ -25,7 +25,7 @@ from lockstep.tools.port.remarks import CannotPort
 _Node = TypeVar("_Node", bound=cst.CSTNode)
 #: A statement of a block: what stands on lines of its own.
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
-#: What stands between the words; edits never touch it by itself.
+#: The whitespace between words; edits never touch it alone.
 _SPACE = (
     cst.BaseParenthesizableWhitespace,
     cst.TrailingWhitespace,
@@ -67,7 +67,7 @@ class Script:
             wrapper = MetadataWrapper(cst.parse_module(text))
         except cst.ParserSyntaxError as error:
             raise CannotPort(
-                f"line {error.raw_line}: no Python that can be parsed ({error.message}); correct it and port again"
+                f"line {error.raw_line}: not valid Python ({error.message}); correct it and port again"
             ) from None
         self.text = text
         self.module = wrapper.module
@@ -144,7 +144,7 @@ class Script:
         return None
 
     def function(self, node: cst.CSTNode) -> cst.FunctionDef | None:
-        """Return the function that a node stands in; None at the top level."""
+        """Return the function that contains a node; None at the top level."""
         found = self.around(node, cst.FunctionDef)
         return found if isinstance(found, cst.FunctionDef) else None
 
@@ -168,7 +168,7 @@ class Script:
         return self._bytes[span.start : span.start + span.length].decode()
 
     def inside(self, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
-        """Return whether ``node`` stands in ``outer``, or is it."""
+        """Return whether ``node`` is ``outer`` or a part of it."""
         while node is not outer:
             if node is self.module:
                 return False
@@ -249,7 +249,7 @@ class Script:
             self._edits.inserted.setdefault(self._end(call) - 1, []).append(make)
 
     def remove(self, statement: Statement) -> None:
-        """Remove a statement with its line; what becomes empty without it goes too, or gets a ``pass``."""
+        """Remove a statement with its line; a block that becomes empty is removed too, or gets a ``pass``."""
         self._removed[id(statement)] = statement
 
     def insert_before(self, statement: Statement, make: Callable[[], str]) -> None:
@@ -302,7 +302,7 @@ class Script:
         return self._made((0, len(self._bytes)), without=None)
 
     def _settle_removed(self) -> None:
-        """Remove the statements that are to go, and the blocks that become empty."""
+        """Remove the statements that are marked for removal, and the blocks that become empty."""
         settled = False
         while not settled:
             settled = True
@@ -324,7 +324,7 @@ class Script:
             self._edits.replaced[key] = lambda: ""
 
     def _removed_lines(self) -> Iterator[tuple[int, int]]:
-        """Yield the lines that go; of the empty lines before and after them, those before go as well."""
+        """Yield the lines that are removed, with the empty lines before them."""
         runs: list[tuple[int, int]] = []
         for statement in sorted(self._removed.values(), key=self.begin):
             start, end = self._line_start(statement), self._bytes.find(b"\n", self._end(statement))
@@ -340,7 +340,7 @@ class Script:
             yield start, stop
 
     def _may_go(self, owner: cst.CSTNode) -> bool:
-        """Return whether an ``if`` that guards nothing any more may go: what it asks changes nothing."""
+        """Return whether an ``if`` that guards nothing any more may be removed: its condition has no effects."""
         if not isinstance(owner, cst.If) or owner.orelse is not None or isinstance(self._parents[owner], cst.If):
             return False
         called = [each.func for each in self.all(cst.Call, owner.test)]
@@ -419,7 +419,7 @@ def is_cuda(call: cst.Call) -> bool:
 
 
 def has_stars(call: cst.Call) -> bool:
-    """Return whether some arguments of a call are not seen: ``*args``, ``**kwargs``."""
+    """Return whether some arguments of a call are not written out: ``*args``, ``**kwargs``."""
     return any(each.star for each in call.args)
 
 

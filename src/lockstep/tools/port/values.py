@@ -5,9 +5,9 @@ Note [Values of a script]
 A value is a kind and the expression that makes it, such as one call of ``DataLoader``. Values flow along assignments,
 arguments, what functions return, attributes of ``self`` and fields of other objects, whatever the order of the
 statements (a points-to analysis after Andersen, "Program Analysis and Specialization for the C Programming Language",
-1994, without contexts). So a variable holds at most what its set says, and ``Kind.OTHER`` stands for all that is of no
-interest; a variable that holds one kind *alone* has no other values. A parameter of a function that the script itself
-never calls holds OTHER.
+1994, without contexts). So a variable holds at most what its set says, and ``Kind.OTHER`` stands for all other values;
+a variable that holds one kind *alone* has no other values. A parameter of a function that the script itself never calls
+holds OTHER.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.tools.port.script import Script, argument, constant
 
 
 class Kind(enum.Enum):
-    """What a value is."""
+    """The kind of a value."""
 
     RANK = enum.auto()
     LOCAL_RANK = enum.auto()
@@ -47,7 +47,7 @@ class Kind(enum.Enum):
     CLASS = enum.auto()
     INSTANCE = enum.auto()
     TUPLE = enum.auto()
-    #: What any other call returns; its site tells two of them apart.
+    #: The value that any other call returns; its site tells two of them apart.
     CALL = enum.auto()
     OTHER = enum.auto()
 
@@ -117,7 +117,8 @@ class ScriptValues:
     def __init__(self, script: Script) -> None:
         self._script = script
         self._held: dict[Hashable, Values] = defaultdict(lambda: _NOTHING)
-        #: What values flow to: an expression, whose key may not be known before others have settled, or a key.
+        #: The places that values flow to: an expression, whose key may not be known before others have settled, or a
+        #: key.
         self._flows: list[tuple[cst.CSTNode | Hashable, Callable[[], Values]]] = []
         #: Calls of functions of the script itself, by the function.
         self.calls: dict[int, list[cst.Call]] = defaultdict(list)
@@ -260,7 +261,7 @@ class ScriptValues:
                 changed = self._open_uncalled()
 
     def _open_uncalled(self) -> bool:
-        """Let parameters of functions that nobody here calls hold anything; return whether that is new."""
+        """Let parameters of functions that are never called in the script hold anything; return whether that is new."""
         changed = False
         for function in self._script.all(cst.FunctionDef):
             owner = self._owner(function)
@@ -322,7 +323,7 @@ class ScriptValues:
         return owner if isinstance(owner, cst.ClassDef) and not is_static else None
 
     def _key(self, target: cst.CSTNode) -> Hashable | None:
-        """Return what a variable, an attribute or a field is known by; None for what has no name."""
+        """Return the key of a variable, an attribute or a field; None for an expression without a name."""
         if isinstance(target, cst.Name):
             scope = self._script.scope(target)
             for each in scope[target.value] if scope is not None else ():
@@ -490,7 +491,7 @@ _FABRICS = {
 
 
 def wrapped(values: ScriptValues, call: cst.Call) -> Values:
-    """Return what a DistributedDataParallel or DataParallel was made of."""
+    """Return the module that a DistributedDataParallel or DataParallel was made of."""
     given = argument(call, "module", 0)
     return values.of(given.value) if given is not None else _NOTHING
 

@@ -1,4 +1,4 @@
-"""Ask ``lockstep verify`` of a script before and after it is ported, in processes of their own."""
+"""Run ``lockstep verify`` on a script before and after it is ported, in separate processes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _EQUAL = {"equal-bits", "equal-within-rounding", "equal-but-for-random-numbers"}
 
 @dataclass(frozen=True)
 class Verified:
-    """What ``lockstep verify`` has said of a script.
+    """The verdict of ``lockstep verify`` on a script.
 
     Args:
         which: ``before`` or ``after``.
         code: the verdict's code, or that of the error.
-        words: the verdict, or why there is none.
+        words: the verdict, or the reason why there is none.
     """
 
     which: str
@@ -58,7 +58,7 @@ def verify_both(port: Port, request: VerifyRequest) -> list[Verified]:
     """Verify the script as it was, and a copy of the port beside it, which is removed afterwards.
 
     In the copy, batch sizes that were per rank are those of ``request.ranks`` ranks: written as a multiple of the
-    number of ranks they would be another batch on one rank than on several, which is what verify compares.
+    number of ranks, the global batch would differ between one rank and several, which verify compares.
     """
     after = port_text(port.before, port.path, ranks=request.ranks).after
     copy = port.path.with_name(f".{port.path.stem}-ported-{os.getpid()}.py")

@@ -2,15 +2,15 @@
 
 Note [Bins of a report]
 ~~~~~~~~~~~~~~~~~~~~~~~
-The time axis is cut where the first machine's series has rows, so that a bin holds what was really counted in it; of
-a long series evenly chosen rows are read. There are at most :data:`_BINS`, and less where there are many ranks, so that
-the report of any run is of a size that browsers like. Each start of the ranks has bins of its own, beginning when its
-processes were started, with time between them that belongs to none. What other machines have counted is interpolated
-at the same moments, on clocks that are as equal as the machines' own.
+The time axis is cut where the first machine's series has rows, so that a bin holds what was really counted in it; from
+a long series evenly chosen rows are read. There are at most :data:`_BINS`, and fewer if there are many ranks, so that
+the report of any run has a size that browsers can handle. Each start of the ranks has bins of its own, beginning when
+its processes were started, with time between them that belongs to none. The counts of other machines are interpolated
+at the same moments, by the machines' own clocks.
 
 A row says how many steps are done, not when the last one was, so the time of a step is off by a step in a bin's length,
-or by a row where steps are longer. It is therefore taken over as many bins together as make ten of either, up to one in
-which a step was done, and from the first such on: what comes before is no step's time.
+or by a row where steps are longer. It is therefore taken over as many bins together as make ten of either, up to a bin
+in which a step was done, and from the first such bin on: the time before it belongs to no step.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def read_spans(run: Run, shift: float, notes: list[str]) -> list[Span]:
         try:
             series = Series.read(path, most=most)
         except FileNotFoundError:
-            notes.append(f"{path} is not there, so what the ranks did in that start can't be shown")
+            notes.append(f"{path} does not exist, so what the ranks did in that start can't be shown")
             continue
         except (OSError, ValueError) as error:
             notes.append(str(error))
@@ -143,7 +143,7 @@ class Grid:
         return [end - begin for begin, end in zip(self.begins, self.ends, strict=True)]
 
     def spread(self, spans: Iterable[Span], ranks: Sequence[int]) -> dict[str, Table]:
-        """Return by column what each of ``ranks`` has counted in each bin; of the memory, what it had at its end."""
+        """Return, by column, the count of each of ``ranks`` in each bin; for memory, the value at the bin's end."""
         tables = {name: [[NAN] * len(self.begins) for _ in ranks] for name in _NAMES}
         places = {rank: place for place, rank in enumerate(ranks)}
         for span in spans:

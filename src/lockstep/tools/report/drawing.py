@@ -77,9 +77,9 @@ def chart(frame: Axes, curves: str, *, marks: str = "", over: str = "", label: s
     Args:
         frame: its axes.
         curves: the markup inside the plot.
-        marks: lines in the plot, for what has happened.
-        over: what is drawn over the whole chart.
-        label: what it shows, for those who can't see it.
+        marks: lines in the plot, for events.
+        over: the markup that is drawn over the whole chart.
+        label: the content in words, for screen readers.
         rows: for a heat map, the ranks that its rows are of.
     """
     width, height = LEFT + frame.width + RIGHT, ABOVE + frame.height + BELOW
@@ -313,7 +313,7 @@ CIRCLE = "M-4 0A4 4 0 1 0 4 0A4 4 0 1 0 -4 0Z"
 
 
 def mark_lines(frame: Axes, marks: Iterable[tuple[float, str]]) -> str:
-    """Return vertical lines through a plot; of each mark its moment and its kind."""
+    """Return vertical lines through a plot, from the moment and the kind of each mark."""
     paths: dict[str, list[str]] = {}
     for at, kind in marks:
         paths.setdefault(kind_class(kind), []).append(f"M{frame.x(at)} {-_FAR}V{_FAR}")
@@ -321,7 +321,7 @@ def mark_lines(frame: Axes, marks: Iterable[tuple[float, str]]) -> str:
 
 
 def lane(seconds: float, marks: Sequence[tuple[float, str, str]], spans: Sequence[tuple[float, float]]) -> str:
-    """Return the strip with what has happened: marks with a text each, and when the ranks ran."""
+    """Return the strip of events: marks with a text each, and when the ranks ran."""
     frame = Axes(seconds, 0.0, 1.0, "", height=26)
     signs = "".join(
         tag(

@@ -1,4 +1,4 @@
-"""Find what the script of a run has logged (metrics.jsonl), and thin it out for a report."""
+"""Find the numbers that the script of a run has logged (metrics.jsonl), and thin them out for a report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Metric:
 
 
 def read_metrics(run: Run, notes: list[str], *, until: float | None) -> list[Metric]:
-    """Read what a run has logged in its time.
+    """Read the numbers that a run has logged while it ran.
 
     Args:
         run: its record, which names the files.
@@ -51,7 +51,7 @@ def read_metrics(run: Run, notes: list[str], *, until: float | None) -> list[Met
         prefix = f"{path.parent.name}/{path.name}: " if len(paths) > 1 else ""
         lines = _lines(path, run, until, notes)
         if lines is None:
-            notes.append(f"{path} is not there (any more), so what the script logged in it is not shown")
+            notes.append(f"{path} does not exist (any more), so what the script logged in it is not shown")
             continue
         for line in lines:
             _take(line, run.began, prefix, found)
@@ -64,7 +64,7 @@ def read_metrics(run: Run, notes: list[str], *, until: float | None) -> list[Met
 
 
 def _lines(path: Path, run: Run, until: float | None, notes: list[str]) -> list[dict[str, Any]] | None:
-    """Return the lines that were written while the run went on; None: there is no such file.
+    """Return the lines that were written while the run was running; None: there is no such file.
 
     A run that began anew in the same folder has renamed the file. A folder that was moved has it beside the record.
     """

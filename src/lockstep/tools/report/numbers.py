@@ -1,4 +1,4 @@
-"""Collect what a report shows of a run, as numbers: put the records of its machines on one time axis."""
+"""Collect the numbers that a report shows of a run: put the records of its machines on one time axis."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Total:
     host: str
     #: Optimizer steps, in all starts.
     steps: float
-    #: Seconds by phase.
+    #: The seconds of each phase.
     seconds: dict[Phase, float]
     #: Seconds for which others waited while it worked; None: the record is of a version that does not say.
     held: float | None
@@ -55,7 +55,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Account:
-    """All that is drawn. Times are in seconds since the run began."""
+    """The data of all charts. Times are in seconds since the run began."""
 
     run: Run
     #: The records of the job's machines that were found, this one's first.
@@ -314,7 +314,7 @@ def _host(span: Span, rank: int) -> str:
 
 
 def _marks(machines: Sequence[Run], began: float, starts: Sequence[Start]) -> list[Marker]:
-    """Return what has happened, in order; what several machines tell in the same words comes once."""
+    """Return the events in order; an event that several machines report in the same words comes once."""
     marks = [
         Marker(start.at, "restart", f"restart {start.number}, on {counted(start.world_size, 'rank')}")
         for start in starts
@@ -348,7 +348,7 @@ def _end(machine: Run) -> Iterator[tuple[float, str, str]]:
 
 
 def _verdict(summary: dict[str, Any] | None) -> str:
-    """Return the summary's headline, its verdict, and what else it remarks, a line each; empty: there is none."""
+    """Return the summary's headline, its verdict, and its remarks, a line each; empty if there is none."""
     if summary is None:
         return ""
     return "\n".join([str(summary["headline"]), str(summary["verdict"]), *map(str, summary["remarks"])])

@@ -370,7 +370,7 @@ class _Page:
         """Return the list of what has happened, with the messages about it."""
         marks = self._account.marks
         if not marks:
-            return tag("p", "Nothing: no checkpoint, no restart, no rank that was late.")
+            return tag("p", "Nothing: no checkpoint, no restart, no late rank.")
         shown_ = marks if len(marks) <= _LISTED else [mark for mark in marks if mark.kind != "checkpoint"]
         left = len(marks) - len(shown_[:_LISTED])
         rows = "".join(_event(mark) for mark in shown_[:_LISTED])

@@ -2,22 +2,22 @@
 
 Note [Random numbers made alike]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-N ranks draw other masks and other noise than one rank does, by design. So wherever numbers are drawn in a step, N ranks
-differ from one, as by a mistake, and whatever mistake lies beneath is not seen. A second pair of runs, which differ
-from the first in nothing but these numbers, tells the two apart: what they differ by is not random, and where they are
-equal the numbers explain all of the first pair's difference.
+By design, N ranks draw other masks and other noise than one rank. So if numbers are drawn in a step, N ranks differ
+from one as they would by a mistake, and a real mistake is hidden. A second pair of runs, which differs from the first
+only in these numbers, tells the two apart: a difference between them is not random, and if they are equal, the numbers
+explain all of the first pair's difference.
 
 In these runs dropout is off, since its masks have any layout, and may be drawn within an operation of torch's. All
 other numbers are drawn once for one sample and repeated for all of them: of a tensor whose first dimension is that of
 the batch, or a multiple of it, the first sample's part is drawn, from a generator of its own that is seeded by the
 number of the step and the tensor's shape. So the same shape has the same numbers in a step, wherever it is drawn: also
-where activation checkpointing runs a forward again. What has another first dimension (a coin for a whole layer) is
+where activation checkpointing runs a forward again. A tensor with another first dimension (a coin for a whole layer) is
 drawn whole, and is the same on all ranks.
 
 This holds from the moment a batch of a sharded loader is in hand, or a forward for training begins, and not while a
-batch is fetched: what a dataset draws belongs to a sample already, or to a mistake. A generator that the script hands
-over is its own business. What is out of reach (``torch.multinomial``, ``torch.randperm``, generators of Python and
-NumPy, kernels that draw by themselves) still differs, and is then said to.
+batch is fetched: what a dataset draws belongs to a sample already, or to a mistake. A generator that the script passes
+itself is left alone. Numbers out of reach (``torch.multinomial``, ``torch.randperm``, generators of Python and NumPy,
+kernels that draw by themselves) still differ, and the report says so.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _FETCHING = ("lockstep.data.", "torch.utils.data.")
 
 
 class Watched(Protocol):
-    """What is known of the step under way."""
+    """The facts about the step under way."""
 
     @property
     def step(self) -> int:
@@ -109,7 +109,7 @@ class _Alike:
         self._watched = watched
 
     def _is_due(self) -> bool:
-        """Return whether what the script draws now is for a batch that it computes."""
+        """Return whether the numbers that the script draws now are for a batch that it computes."""
         if torch.compiler.is_compiling() or self._watched.samples_in_hand is None:
             return False
         frame = sys._getframe(2)
@@ -148,7 +148,7 @@ class _Alike:
     def over(
         self, home: ModuleType | type, name: str, instead: Callable[..., Tensor], **fixed: Any
     ) -> Callable[..., Tensor]:
-        """Return a function that calls ``instead`` where a batch is computed, and else ``name`` of ``home``."""
+        """Return a function that calls ``instead`` while a batch is computed, and otherwise ``name`` of ``home``."""
         own = getattr(home, name)
 
         @functools.wraps(own)

@@ -3,12 +3,12 @@
 Note [Nudged runs]
 ~~~~~~~~~~~~~~~~~~
 Two runs that do the same arithmetic in another order differ by rounding, and training makes the difference grow: by how
-much depends on the model, its data and its optimizer, and no constant knows it. So it is measured. A further run on one
-rank is nudged: before each step every parameter is multiplied by 1 + s or 1 - s, at random, where s is the distance
-between neighbouring numbers of the coarsest type that the model computes in (for float32 1.2e-7). What a sum in another
-order does to a gradient is of that size, so the nudged run's gradients and parameters differ from those of the first
-run about as much as rounding alone would have it, tensor by tensor: also a tensor whose gradient is nothing but
-rounding (a bias in front of a batch norm) differs wholly there, and may differ wholly here.
+much depends on the model, its data and its optimizer, not on a constant. So it is measured. A further run on one rank
+is nudged: before each step every parameter is multiplied by 1 + s or 1 - s, at random, where s is the distance between
+neighbouring numbers of the coarsest type that the model computes in (for float32 1.2e-7). A sum in another order
+changes a gradient by that much, so the nudged run's gradients and parameters differ from those of the first run about
+as much as by rounding alone, tensor by tensor: also a tensor whose gradient is nothing but rounding (a bias in front of
+a batch norm) differs wholly there, and may differ wholly here.
 
 A step of a run on N ranks is within rounding if, for each tensor,
 
@@ -16,10 +16,10 @@ A step of a run on N ranks is within rounding if, for each tensor,
 
 and likewise for what the step added to the parameters. A = max(1, d / e), where d is how far the parameters of the N
 ranks were from those of one when the step began, and e the same of the nudged run: where they have grown apart further,
-so may gradients. So each step is judged by what it adds, and what came before counts once, in the step where it came.
-(A script that does not repeat itself on one rank is judged without nudged runs, which would learn the wrong thing.)
-FACTOR allows for chance: two runs that differ by rounding differ from each other in size as well, by a factor of three
-or so; a mistake changes a gradient by a hundredth of itself or more, five orders above a nudge.
+so may gradients. So each step is judged by the difference that it adds, and earlier differences count once, in the step
+where they arose. (A script that does not repeat itself on one rank is judged without nudged runs, which would learn the
+wrong thing.) FACTOR allows for chance: two runs that differ by rounding differ from each other in size as well, by a
+factor of three or so; a mistake changes a gradient by a hundredth of itself or more, five orders above a nudge.
 
 Where the difference is beyond that, but small (less than ``CLOSE`` of the gradient), it may be a step in the function
 itself: a ReLU's input that rounding takes across 0, or Adam with a gradient near 0, whose sign decides. So a second run
@@ -30,8 +30,8 @@ would explain half of a gradient, nothing can be said any more, and the verdict 
 Note [What the loss is]
 ~~~~~~~~~~~~~~~~~~~~~~~
 The ranks' losses make that of one rank in more than one way: as a mean weighted by samples, as a plain mean where a
-script has weighted them itself, or as all the slices' losses one after the other. What trains is the gradient. So a
-loss counts as equal if any of these fits, it decides nothing by itself, and if none fits that is said beside the
+script has weighted them itself, or as all the slices' losses one after the other. The gradient trains, not the loss. So
+a loss counts as equal if any of these fits, it decides nothing by itself, and if none fits a remark says so beside the
 verdict. Where gradients differ, the loss says whether the difference came in before it or after: for that it is
 compared as sharply as the nudged run allows. A model that has learned nothing yet has nearly the same loss for all
 samples, so that a mean over something else than samples moves the loss by a thousandth, and the gradient by a third.
@@ -62,7 +62,7 @@ _HALF = 0.5
 
 
 class FindingKind(CodedEnum):
-    """What a verification finds."""
+    """The result of a verification."""
 
     BITS = "equal bits", "equal-bits"
     ROUNDING = "equal within rounding", "equal-within-rounding"
@@ -83,7 +83,8 @@ class Stage(CodedEnum):
 
 @dataclass(frozen=True)
 class StepDifference:
-    """How far a step of one run is from that of another; tensors in the optimizer's order, root mean squares."""
+    """The difference between a step of one run and that of another; tensors in the optimizer's order, root mean
+    squares."""
 
     step: int
     optimizer: int
@@ -122,7 +123,7 @@ class StepDifference:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far one run is from another."""
+    """The difference between two runs."""
 
     first: Observation
     other: Observation
@@ -362,7 +363,8 @@ def expected(
     Args:
         difference: of the run on several ranks.
         nudged: the nearest first.
-        step: which; the nudged run's first steps count as well, for one number may differ by chance by next to nothing.
+        step: the number of the step; the nudged run's earlier steps count as well, since by chance one number may
+            hardly differ.
         found: returns how far two runs are apart in that number in a step, or None.
     """
     if not nudged:
@@ -395,7 +397,7 @@ def judge(difference: Distance, nudged: Sequence[Nudged]) -> Judgement:
 
     Args:
         difference: of a run on several ranks from that on one.
-        nudged: how far rounding takes runs apart. Empty: nothing counts as rounding.
+        nudged: the differences that rounding makes between runs. Empty: nothing counts as rounding.
     """
     if difference.same_bits:
         return Judgement(FindingKind.BITS)
@@ -459,7 +461,7 @@ def _apart(each: StepDifference, digests: Sequence[Sequence[str]]) -> Judgement:
 
 
 class _Noise:
-    """What rounding has done so far, by the nudged runs: see Note [Nudged runs]."""
+    """The differences by rounding so far, by the nudged runs: see Note [Nudged runs]."""
 
     def __init__(self, nudged: Sequence[Nudged], spacing: float) -> None:
         self._nudged = nudged
@@ -506,13 +508,13 @@ class _Noise:
 
 
 def _worst(found: Array, allowed: Array, sizes: Array) -> int:
-    """Return the tensor that differs most for its size, of those that differ beyond what is allowed."""
+    """Return the tensor that differs most for its size, among those whose difference is not allowed."""
     ratios = np.where(found > allowed, found / np.maximum(sizes, 1e-300), -1.0)
     return int(np.argmax(ratios))
 
 
 def _or_zero(ours: dict[str, Array], theirs: dict[str, Array], i: int) -> Array:
-    """Return the gradient of tensor ``i``, as zeros where there is none."""
+    """Return the gradient of tensor ``i``, or zeros if there is none."""
     if f"g{i}" in ours:
         return ours[f"g{i}"]
     return np.zeros_like(theirs[f"g{i}"]) if f"g{i}" in theirs else np.zeros(0, np.float32)
@@ -523,7 +525,7 @@ def _wide(values: Array) -> Array:
 
 
 def _gap(a: Array, b: Array) -> Array:
-    """Return by how much elements differ: 0 for equal ones, also infinite or NaN; infinite if one alone is so."""
+    """Return by how much elements differ: 0 for equal ones, also infinite or NaN; infinite if only one of them is."""
     with np.errstate(invalid="ignore"):
         same = (a == b) | (np.isnan(a) & np.isnan(b))
         gap = np.where(same, 0.0, np.abs(_wide(a) - _wide(b)))

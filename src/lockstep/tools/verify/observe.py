@@ -1,8 +1,8 @@
-"""In a rank of an observed run: write down what each optimizer step was made of, and end the run after enough steps.
+"""In a rank of an observed run: record the parts of each optimizer step, and end the run after enough steps.
 
-The script is not changed. The observer is told of optimizer steps and of modules' forwards by torch's global hooks; the
-losses it takes where ``torch.autograd.backward`` is called. It draws from no generator of the script's and sends
-nothing to other ranks, so that what it looks at is what the script computes without it.
+The script is not changed. torch's global hooks tell the observer of optimizer steps and of modules' forwards; it takes
+the losses where ``torch.autograd.backward`` is called. It draws from no generator of the script's and sends nothing to
+other ranks, so that the script computes the same as without it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Observer:
     """Watches one rank. A process has one observer.
 
     Args:
-        assignment: what to do.
+        assignment: the command's instructions.
         rank: this rank.
         world_size: the run's number of ranks.
     """
@@ -222,7 +222,7 @@ class Observer:
         self._nudge(module.parameters())
 
     def _note_kind(self, module: nn.Module) -> None:
-        """Note what makes a batch's outputs depend on more than each sample."""
+        """Note modules that make a batch's outputs depend on more than each sample."""
         if isinstance(module, _torch.batch_norm()):
             if "SyncBatchNorm" not in type(module).__name__:
                 self._norms[self._label(module)] = None
@@ -609,7 +609,7 @@ def _leave() -> None:
 
 
 def _watch_gathers() -> None:
-    """Watch where the script gathers tensors; what lockstep gathers does not count."""
+    """Watch where the script gathers tensors; lockstep's own gathers do not count."""
     for name, place in (("all_gather", 1), ("all_gather_into_tensor", 1)):
         for home in (dist, distributed_c10d):
             setattr(home, name, _watched_gather(getattr(distributed_c10d, name), place))
@@ -667,7 +667,7 @@ def _name_of(function: Any) -> str:
 
 
 def _listen_for_operations(observer: Observer) -> None:
-    """Have torch say which operations are not deterministic, and write each down with the line that calls it."""
+    """Have torch report operations that are not deterministic, and record each with the line that calls it."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     show, told = warnings.showwarning, set[str]()
 

@@ -36,8 +36,8 @@ def main(words: list[str]) -> None:
 
 
 def _keep_apart(folder: Path) -> None:
-    """Put checkpoints and logs of this run into a folder of its own: it does not resume, and what other runs of the
-    script have saved stays as it is."""
+    """Put checkpoints and logs of this run into a folder of its own: it does not resume, and the checkpoints of other
+    runs of the script are not touched."""
     from lockstep.checkpoint.api import Checkpointer
     from lockstep.metrics.api import Log
 
@@ -46,7 +46,7 @@ def _keep_apart(folder: Path) -> None:
 
 
 def _compare_nothing() -> None:
-    """Let replicas that differ continue to train: the verdict says in what they differ, and from which step on."""
+    """Let replicas that differ continue to train: the verdict says which parameters differ, and from which step on."""
     from lockstep.ddp.drift import DriftCheck
 
     def count(self: DriftCheck) -> bool:

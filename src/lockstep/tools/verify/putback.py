@@ -1,19 +1,20 @@
-"""What a script writes during a run is put back after it: the files of the user are as they were, and every run starts
-from what the first one started from.
+"""Undo after each run the changes to files that the script has made: the user's files are as they were, and every run
+starts from the same files.
 
 Note [Put back]
 ~~~~~~~~~~~~~~~
-A script saves its weights, resumes from those that it finds, and makes folders that must not be there. A scratch folder
-to run in would have to be a copy of all that the script reads, wherever that is. So the script works where it always
-does, and what it is about to change is copied first. Python tells an audit hook of each file that is opened for
-writing, removed or moved, before it is done, whoever does it: the script, its libraries, or the worker processes that
-it forks. The hook adds a line to a journal that the ranks of a run share (under a lock, so that the first of them
-copies what the others would overwrite), and the command undoes the lines from the last to the first when the run is
-over, however it ended.
+A script saves its weights, resumes from those that it finds, and makes folders that must not exist before. A scratch
+folder to run in would have to be a copy of everything that the script reads, wherever that is. So the script works
+where it always does, and each file is copied before the script changes it. Python tells an audit hook of each file that
+is opened for writing, removed or moved, before that happens, whether by the script, its libraries, or the worker
+processes that it forks. The hook adds a line to a journal that the ranks of a run share (under a lock, so that the
+first of them copies what the others would overwrite), and the command undoes the lines from the last to the first when
+the run is over, however it ended.
 
-What writes without Python is not heard of: libraries in other languages (those that ship with torch and safetensors are
-asked by name), and programs that the script starts. So the command also looks over the folder of the script, before and
-after, and says what is not as it was. Caches are left: what has been compiled or downloaded there helps the next run.
+The hook does not see writes outside of Python: by libraries in other languages (those of torch and safetensors are
+wrapped by name), and by programs that the script starts. So the command also scans the script's folder before and
+after, and reports files that have changed. Caches are left: files that were compiled or downloaded there help the next
+run.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Journal:
         self._known: set[str] = set()
 
     def listen(self) -> None:
-        """Follow from now on what Python is about to write, also in processes that are forked."""
+        """Follow from now on all files that Python is about to write, also in forked processes."""
         actions: dict[str, Callable[..., None]] = {
             "open": self._opens,
             "os.truncate": lambda path, *_: self.will_write(path),
@@ -126,7 +127,7 @@ class Journal:
             self.will_write(path)
 
     def will_write(self, path: Any, *, at: int = -1, follows: bool = True) -> None:
-        """Keep what is at a path, as it is about to be written, replaced or removed."""
+        """Copy the file at a path, as it is about to be written, replaced or removed."""
         if not isinstance(path, (str, bytes, os.PathLike)):
             return
         where = _real(_below(path, at)) if follows else _place(_below(path, at))
@@ -136,7 +137,7 @@ class Journal:
             self._keep(where)
 
     def will_move(self, source: str, to: str) -> None:
-        """Keep what is at both ends of a move."""
+        """Copy the files at both ends of a move."""
         first, second = _place(source), _place(to)
         if self._is_spared(first) and self._is_spared(second):
             return
@@ -262,7 +263,7 @@ def _place(path: str) -> str:
 
 @dataclass
 class PutBack:
-    """The files that a run has written, and what became of them."""
+    """The files that a run has written, and whether they were restored."""
 
     #: Files that are as they were before the run.
     files: list[str] = field(default_factory=list)
@@ -271,7 +272,7 @@ class PutBack:
 
 
 def put_back(folder: str | Path) -> PutBack:
-    """Undo what the journal in ``folder`` says, the last line first."""
+    """Undo the changes in the journal of ``folder``, the last line first."""
     result, home = PutBack(), Path(folder)
     lines = home / _LINES
     entries = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
@@ -317,7 +318,7 @@ def _undo(entry: dict[str, Any], home: Path) -> bool:
 
 
 def _clear(folder: str, made: float) -> None:
-    """Remove a folder that the run made, and what programs other than Python's have written there since.
+    """Remove a folder that the run made, with files that programs outside of Python have written there since.
 
     Older files have been moved there, so they stay, and the folder with them.
 
@@ -356,7 +357,7 @@ class Lookout:
     """Notices which files in some folders change, whoever changes them: see Note [Put back].
 
     Args:
-        folders: where to look.
+        folders: the folders to scan.
         without: a folder that is left out.
     """
 

@@ -1,12 +1,12 @@
-"""Find out why a run on several ranks differs from that on one, from what the ranks have written down. Pure.
+"""Find out why a run on several ranks differs from that on one, from the ranks' records. Pure.
 
 Note [Where a difference comes in]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A step is a chain: parameters and samples make outputs, these a loss, that gradients, and these other parameters. Up to
-the first step that differs the parameters are equal, so what is wrong lies at the first link that differs in it, and
-each link has few causes. Samples are told by their signatures, whatever their order and however they are cut: so are
-the model's outputs for them. What was looked at and is equal is evidence as well: where every sample has the output
-that it has on one rank, neither a batch norm nor a dropout is the reason, though both may be there.
+the first step that differs the parameters are equal, so the cause lies at the first link that differs in that step, and
+each link has few causes. Samples, and the model's outputs for them, are identified by signatures, whatever their order
+and however they are cut. Equality is evidence as well: if every sample has the output that it has on one rank, neither
+a batch norm nor a dropout is the reason, though the model may have both.
 
 Some causes come before the chain: two runs on one rank that differ from each other as much (then nothing is to be
 learned of ranks), first parameters that differ, and gradients that differ between ranks: those that a replica averages
@@ -44,7 +44,7 @@ _SUM = 1e-5
 
 
 class Cause(CodedEnum):
-    """What makes N ranks train something else than one."""
+    """The reasons why N ranks train something else than one."""
 
     UNSEEDED = "random numbers without a seed", "unseeded"
     OPERATION = "an operation that is not deterministic", "nondeterministic-operation"
@@ -102,7 +102,7 @@ def explain(
     *,
     nudged: Sequence[Nudged] = (),
 ) -> list[Reason]:
-    """Say why a run on several ranks differs, the likeliest reason first; there is always one.
+    """Return why a run on several ranks differs, the likeliest reason first; there is always one.
 
     Args:
         judgement: the verdict that they differ, with the step since which they do.
@@ -141,7 +141,7 @@ def explain(
 
 
 def _repeated(judgement: Judgement, repeat: Distance | None, step: int, operations: Sequence[str]) -> Iterable[Reason]:
-    """Look whether two runs on one rank differ as well."""
+    """Check whether two runs on one rank differ as well."""
     if repeat is None or repeat.same_bits or not repeat.steps:
         return
     first = next((each.step for each in repeat.steps if not each.same_bits), None)
@@ -167,14 +167,14 @@ def _repeated(judgement: Judgement, repeat: Distance | None, step: int, operatio
         yield Reason(
             Cause.UNSEEDED,
             f"{what}, and the model got other samples in step {first}",
-            "seed what the samples are drawn and changed with; a generator of one's own needs a seed as well",
+            "seed the generators that draw and change the samples; a generator of your own needs a seed as well",
         )
         return
     named = f": {listed(operations, most=4)}" if operations else ""
     yield Reason(
         Cause.OPERATION,
         f"{what}, with the same samples and numbers" + (f"; torch names{named}" if named else ""),
-        "torch.use_deterministic_algorithms(True) takes other ones where torch has them; compare again after that",
+        "torch.use_deterministic_algorithms(True) takes deterministic ones if torch has them; verify again after that",
         sure=bool(operations),
     )
 
@@ -230,14 +230,14 @@ def _alone(notes: Sequence[StepNote]) -> Reason:
                 return Reason(
                     Cause.OPTIONS,
                     f"in step {first.step} all ranks have the same gradients, and in group {group} {listed(words)}",
-                    "give the optimizer the same options on every rank, and let a scheduler go by what all ranks know "
-                    "alike (world.mean of a validation loss)",
+                    "give the optimizer the same options on every rank, and let a scheduler use a value that is the "
+                    "same on all ranks (world.mean of a validation loss)",
                 )
     return Reason(
         Cause.ALONE,
         f"in step {first.step} all ranks have the same gradients, and other parameters after it",
-        "look for what one rank does alone: a step that is left out, a line under `if rank == 0` that writes to the "
-        "model, an optimizer that draws random numbers or goes by the rank's own loss (LBFGS: return world.mean(loss) "
+        "look for code that one rank runs alone: a step that is left out, a line under `if rank == 0` that writes to "
+        "the model, an optimizer that draws random numbers or uses the rank's own loss (LBFGS: return world.mean(loss) "
         "from its closure)",
         sure=False,
     )
@@ -287,9 +287,9 @@ def _samples(one: Observation, many: Observation, step: int) -> list[Reason]:
 def _worked_on(one: Observation, many: Observation, step: int) -> Reason | None:
     """Look whether samples differ because something works on each rank's part of a batch as a whole.
 
-    A sample's signature is linear in it. So what mixes the samples of a batch (each comes as often as it did) leaves
-    their signatures' sum as it is; what subtracts the mean leaves a sum of 0; and what shifts and scales all of them
-    alike puts them on a straight line over what they are on one rank, where they are scaled by another number.
+    A sample's signature is linear in it. So mixing the samples of a batch (each comes as often as before) keeps the sum
+    of their signatures; subtracting the mean makes the sum 0; and shifting and scaling all of them alike puts the
+    signatures on a straight line over those on one rank, where the factors differ.
     """
     note, notes = one.at(step)[0], many.at(step)
     evidence = f"in step {step} {_unmatched(note, notes)} samples of {_count(note)} are not those on one rank"
@@ -357,7 +357,7 @@ def _padded(note: StepNote, notes: Sequence[StepNote], evidence: str) -> Reason 
     return Reason(
         Cause.PADDED,
         f"{evidence}, and a sample is of shape {joined(sorted(shapes), 'or')}",
-        "padding to the longest sample of a batch gives other shapes on each rank, which is no mistake where a mask "
+        "padding to the longest sample of a batch gives other shapes on each rank, which is not a mistake if a mask "
         "leaves padding out: to verify the rest, pad to a fixed length",
         sure=False,
     )
@@ -381,12 +381,12 @@ def _other_count(step: int, ranks: int, count: int, total: int) -> Reason:
     return Reason(
         Cause.DATA,
         f"step {step} trains on {total} samples on {ranks} ranks, and on {count} on one: {why}?",
-        "let lockstep.shard cut the batch: it repeats and drops none, and weighs what each rank has; or drop the last "
-        "batch in both",
+        "let lockstep.shard cut the batch: it repeats and drops no sample, and weights each rank by its samples; or "
+        "drop the last batch in both",
     )
 
 
-#: What makes any number of ranks draw the same.
+#: The advice by which any number of ranks draws the same.
 _DRAW_ELSEWHERE = (
     "nothing is wrong with it: the ranks' numbers are as random. For equal bits draw what belongs to a sample in the "
     "dataset, where lockstep.shard seeds it by the sample's position, or cut slices (lockstep.shard(loader, "
@@ -476,7 +476,7 @@ def _outputs(difference: Distance, step: int, nudged: Sequence[Nudged]) -> list[
 
 _WEIGH = (
     "the loss is a mean over something else than samples (tokens, pixels that are not masked, classes with weights): "
-    "say what weighs (docs/weights.md)"
+    "pass the number or the weights (docs/weights.md)"
 )
 
 
@@ -507,7 +507,7 @@ def _loss(difference: Distance, step: int, nudged: Sequence[Nudged]) -> list[Rea
                 f"in step {step} the losses of {ranks} ranks add up to {total:.6g}, which is that of one rank; "
                 f"their mean is {weighted:.6g}{scaled}: is it a sum over samples, or divided by the number of ranks?",
                 'take the mean over samples (reduction="mean"), and leave dividing by the world size out: gradients '
-                "are averaged; where it must be a sum, say what weighs (docs/weights.md)",
+                "are averaged; if it must be a sum, see docs/weights.md",
             )
         ]
     if abs(one * ranks - weighted) <= ranks * allowed:
@@ -516,7 +516,7 @@ def _loss(difference: Distance, step: int, nudged: Sequence[Nudged]) -> list[Rea
                 Cause.SCALE,
                 f"in step {step} the ranks' losses come to {weighted:.6g}, {ranks} times that of one rank{scaled}: is "
                 "the loss multiplied by the number of ranks?",
-                "leave the factor out: the gradients are averaged over the ranks, and of N ranks that is what one has",
+                "leave the factor out: the gradients are averaged over the ranks, which gives those of one rank",
             )
         ]
     names = _apart(difference.other, until=step)
@@ -564,8 +564,8 @@ def _gradient(difference: Distance, step: int) -> list[Reason]:
                 Reason(
                     Cause.GATHERED,
                     f"{where}, and they have {joined(map(str, counts))} samples",
-                    "each rank's gradients are weighed by its own samples, those that it sends to the samples of "
-                    "others too: gather with lockstep.gathered (docs/gathered.md), say world.weigh(1) before the "
+                    "each rank's gradients are weighted by its own samples, also those that it sends to the samples of "
+                    "other ranks: gather with lockstep.gathered (docs/gathered.md), call world.weigh(1) before the "
                     "backward, or keep batches equal (drop_last=True)",
                 )
             ]
@@ -584,8 +584,8 @@ def _gradient(difference: Distance, step: int) -> list[Reason]:
             Reason(
                 Cause.WEIGHTS,
                 f"in step {step} the ranks have {joined(map(str, counts))} samples, and torch averages their gradients "
-                "as if they had as many",
-                "let lockstep.shard cut the batch, whose shares weigh; or keep batches equal (drop_last=True)",
+                "as if they had the same number",
+                "let lockstep.shard cut the batch, which weights by the shares; or keep batches equal (drop_last=True)",
             )
         ]
     scale = _scale(difference, step)
@@ -618,8 +618,8 @@ def _all_alike(judgement: Judgement, difference: Distance, nudged: Sequence[Nudg
         return [
             Reason(
                 Cause.LOSS,
-                f"in step {step} all ranks have the loss {values[0]:.6g}, as where the last layer begins at 0, so it "
-                "can't tell what the mean is a mean of; the gradients differ",
+                f"in step {step} all ranks have the loss {values[0]:.6g}, as if the last layer begins at 0, so the "
+                "loss can't show over what the mean is taken; the gradients differ",
                 _WEIGH,
                 sure=False,
             )

@@ -29,7 +29,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the command tells an observer to do."""
+    """The command's instructions for an observer."""
 
     #: The folder for the run's records: 0700, of this run alone.
     folder: str
@@ -57,7 +57,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Loss:
-    """What a backward began at."""
+    """The loss at which a backward began."""
 
     #: The loss; None: it was not one number.
     value: float | None
@@ -117,7 +117,7 @@ class StepNote:
 
 @dataclass(frozen=True)
 class OptimizerNote:
-    """What is the same in all steps of an optimizer."""
+    """The facts about an optimizer that are the same in all steps."""
 
     name: str
     names: list[str]
@@ -148,7 +148,7 @@ class RankNotes:
 
 
 class NotesWriter:
-    """Writes the notes of one rank, a line at a time, so that what a run leaves is whole wherever it ends."""
+    """Writes the notes of one rank, a line at a time, so that the records of a run are whole wherever it ends."""
 
     def __init__(self, folder: str | Path, *, rank: int) -> None:
         self._folder, self._rank = Path(folder), rank
@@ -172,7 +172,7 @@ class NotesWriter:
 
 @dataclass(frozen=True)
 class Observation:
-    """One run of the script, as its ranks have written it down."""
+    """One run of the script, as its ranks have recorded it."""
 
     folder: Path
     world_size: int
@@ -180,7 +180,7 @@ class Observation:
 
     @staticmethod
     def read(folder: str | Path, world_size: int) -> Observation:
-        """Read what the ranks of a run have left."""
+        """Read the records of a run's ranks."""
         home = Path(folder)
         ranks = [_read_rank(home, rank) for rank in range(world_size) if _lines(home, rank).exists()]
         return Observation(home, world_size, ranks)

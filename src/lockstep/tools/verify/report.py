@@ -1,4 +1,4 @@
-"""Report what a verification has found, in words and as JSON."""
+"""Report the result of a verification, in words and as JSON."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _growth_of(contrast: Contrast, rounding: Distance | None) -> Iterator[str]:
 
 
 def _then(contrast: Contrast, program: Program) -> str:
-    """Return what to do with a script that trains the same on these ranks."""
+    """Return the next step for a script that trains the same on these ranks."""
     train = shlex.join(["lockstep", "run", "-n", str(contrast.ranks), *program.words])
     if contrast.judgement.kind is not FindingKind.ROUNDING:
         return train

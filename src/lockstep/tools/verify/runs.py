@@ -1,9 +1,9 @@
-"""Start the runs of a verification, one after the other, and compare what they leave.
+"""Start the runs of a verification, one after the other, and compare their records.
 
 Each run is ``lockstep run`` in a process of its own, with a limit, and with one number of threads for all: a rank that
 has half the threads adds up in another order, which would be one more reason to differ. The script runs on one rank and
-on each number of ranks that was asked for. More runs follow only where bits differ: a second run on one rank says
-whether the script repeats itself, a nudged one what rounding does (Note [Nudged runs] in compare.py).
+on each number of ranks that was asked for. More runs follow only where bits differ: a second run on one rank shows
+whether the script repeats itself, a nudged one the effect of rounding (Note [Nudged runs] in compare.py).
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class CannotVerify(LockstepError):
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What is to be verified."""
+    """The request for a verification."""
 
     program: Program
     #: Numbers of ranks that are compared with one.
     ranks: tuple[int, ...]
     steps: int = 20
-    #: Seconds for each run.
+    #: The time limit of each run, in seconds.
     timeout: float = 600.0
     #: Bytes of numbers that all runs may keep together.
     keep: int = 2**30
@@ -102,7 +102,7 @@ class Contrast:
 
 @dataclass
 class Result:
-    """What a verification has found."""
+    """The result of a verification."""
 
     asked: VerifyOptions
     threads: str
@@ -129,7 +129,7 @@ def verify(asked: VerifyOptions, folder: Path, tell: Callable[[str], None]) -> R
     Args:
         asked: what to verify.
         folder: an empty folder, 0700; the runs' files there are read as long as the result is used.
-        tell: shows a line about what is done.
+        tell: shows a line about the progress.
 
     Raises:
         ValueError: the program can't be run.
@@ -153,13 +153,13 @@ def verify(asked: VerifyOptions, folder: Path, tell: Callable[[str], None]) -> R
 
 
 def settle(found: Contrast, alike: Contrast | None, failure: str = "") -> Contrast:
-    """Say what is to be said of a script whose ranks draw random numbers of their own.
+    """Return the verdict on a script whose ranks draw random numbers of their own.
 
     Args:
         found: with these numbers; they are among the reasons.
         alike: with the same numbers for all samples, on one rank and on several; see Note [Random numbers made alike]
             in alike.py. None: it could not be compared.
-        failure: why not.
+        failure: the reason why not.
     """
     if alike is None:
         text = f"what else may differ is not known: with random numbers made alike {failure}"
@@ -183,7 +183,7 @@ def settle(found: Contrast, alike: Contrast | None, failure: str = "") -> Contra
 
 
 def _compare(runs: _Runs, asked: VerifyOptions, ranks: Sequence[int], *, alike: bool = False) -> list[Contrast]:
-    """Run the script on one rank and on each number of ``ranks``, and judge what they differ by.
+    """Run the script on one rank and on each number of ``ranks``, and judge their differences.
 
     Args:
         runs: starts them.
@@ -230,7 +230,7 @@ def _is_close(judgement: Judgement) -> bool:
 
 
 def _remarks(asked: VerifyOptions, found: Distance, repeat: Distance | None, reasons: Sequence[Reason]) -> list[str]:
-    """Say what is worth knowing beside the verdict."""
+    """Return the remarks beside the verdict."""
     texts = list(found.other.first.remarks)
     spawned = found.other.first.spawned
     if spawned:
@@ -271,7 +271,7 @@ class _Runs:
     def start(
         self, what: str, ranks: int, *, nudge: float = 0.0, names_operations: bool = False, alike: bool = False
     ) -> Observation:
-        """Run the script up to the last step that is compared, and return what its ranks have written down.
+        """Run the script up to the last step that is compared, and return the ranks' records.
 
         Raises:
             CannotVerify: it failed, was too slow, or took no step.
@@ -297,7 +297,7 @@ class _Runs:
         return found
 
     def _put_back(self, home: Path, what: str) -> None:
-        """Undo what the script has written; see Note [Put back] in putback.py."""
+        """Undo the script's changes to files; see Note [Put back] in putback.py."""
         done = put_back(home / "journal")
         shutil.rmtree(home / "journal", ignore_errors=True)
         self.result.put_back += [path for path in done.files if path not in self.result.put_back]

@@ -50,7 +50,7 @@ class AccelerateScript:
 def _options(porting: Porting, call: cst.Call) -> list[str] | None:
     """Return the arguments of ``lockstep.init``; None if the Accelerator does what lockstep does not."""
     if has_stars(call):
-        porting.refused(call, porting.short(call), "its arguments are not seen", "write them out")
+        porting.refused(call, porting.short(call), "its arguments are not written out", "write them out")
         return None
     given: list[str] = []
     for each in call.args:

@@ -201,7 +201,7 @@ def _done_already(_porting: Porting, _call: cst.Call) -> bool:
 def _why_not(porting: Porting, call: cst.Call) -> str:
     script = porting.script
     if argument(call, "optimizer", 0) is None or has_stars(call):
-        return "its arguments are not seen"
+        return "its arguments are not written out"
     for each in call.args[1:]:
         name, text = each.keyword.value if each.keyword is not None else "", script.full_name(each.value)
         if name == "named_parameters":

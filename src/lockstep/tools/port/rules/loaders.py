@@ -69,7 +69,7 @@ def _why_kept(porting: Porting, loader: cst.Call, given: cst.Arg, samplers: list
         return "it is made before the process group"
     sampler = samplers[0]
     if has_stars(sampler) or has_stars(loader):
-        return "some of its arguments are not seen (**)"
+        return "some of its arguments are not written out (**)"
     for keyword, position, kind in (("num_replicas", 1, Kind.WORLD_SIZE), ("rank", 2, Kind.RANK)):
         place = argument(sampler, keyword, position)
         kinds = (kind, Kind.LOCAL_RANK) if kind is Kind.RANK else (kind,)

@@ -25,7 +25,7 @@ from lockstep.tools.port.values import DATA_PARALLEL, Kind, Loop
 
 #: Methods that a library calls, perhaps in a worker process, where there is no World.
 _CALLED_ELSEWHERE = {"forward", "__getitem__", "__iter__", "__len__", "__call__", "__getitems__"}
-#: What every rank would do at once -> what to do.
+#: A call that every rank would make at once -> what to do instead.
 _ONCE = {
     "torch.utils.tensorboard.SummaryWriter": "make it on rank 0 only, or log by lockstep.Log with a sink",
     "tensorboardX.SummaryWriter": "make it on rank 0 only, or log by lockstep.Log with a sink",
@@ -69,7 +69,7 @@ class OneProcessScript:
             porting.refused(
                 None,
                 "no loop over a DataLoader",
-                "lockstep divides the batches of a DataLoader among the ranks, and none is seen that is trained on",
+                "lockstep divides the batches of a DataLoader among the ranks, and none is known to be trained on",
                 "take the batches from a DataLoader, then port again",
             )
             return
@@ -122,12 +122,12 @@ def _models(porting: Porting) -> list[cst.BaseExpression] | None:
             if isinstance(call.func, cst.Attribute) and call.func.attr.value in ("parameters", "named_parameters")
         ]
         if not own or not all(isinstance(each, (cst.Name, cst.Attribute)) for each in own):
-            porting.refused(optimizer, porting.short(optimizer), "it is not seen which model it trains", _BY_HAND)
+            porting.refused(optimizer, porting.short(optimizer), "it is not known which model it trains", _BY_HAND)
             return None
         for each in own:
             found.setdefault(script.source(each), each)
     if not optimizers:
-        porting.refused(None, "no optimizer of torch.optim", "it is not seen which model is trained", _BY_HAND)
+        porting.refused(None, "no optimizer of torch.optim", "it is not known which model is trained", _BY_HAND)
         return None
     return list(found.values())
 
@@ -211,7 +211,7 @@ def _initialise(porting: Porting, loaders: list[cst.Call], models: list[cst.Base
         porting.refused(
             None,
             "lockstep.init()",
-            "no place is seen that runs before all that needs it",
+            "no line is known to run before everything that needs it",
             "put the program into a main()",
         )
         return False

@@ -12,7 +12,7 @@ from lockstep.tools.port.rules.loaders import multiply_batch
 from lockstep.tools.port.script import argument, method_of
 from lockstep.tools.port.values import Kind
 
-#: What a rule for a method does; it returns False where it has none for these arguments.
+#: A rule for a method; it returns False if it does not cover these arguments.
 MethodRule = Callable[[Porting, cst.Call, cst.BaseExpression], bool]
 
 

@@ -19,7 +19,7 @@ _KEPT = {
 }
 #: Those that it needs not: the device is world.device, the others only tune torch's own class.
 _NEEDLESS = {"device_ids", "output_device", "static_graph", "delay_all_reduce_named_params", "batched_grad_copy"}
-#: What a replica has as the wrapper has it: names of parameters do not show in it.
+#: The attributes that a replica has like the wrapper, and that do not show names of parameters.
 _ALIKE = {"module", "train", "eval", "parameters", "zero_grad", "no_sync", "join", "register_comm_hook", "training"}
 #: Methods of the wrapper that are functions for a replica.
 _FUNCTIONS = {"no_sync", "join", "register_comm_hook"}

@@ -292,7 +292,7 @@ def _port_local_rank_option(porting: Porting) -> None:
 
 
 def _goes(porting: Porting, node: cst.CSTNode) -> bool:
-    """Return whether a node stands in a line that goes: set_device."""
+    """Return whether a node is in a line that is removed: set_device."""
     call = porting.script.around(node, cst.Call)
     names = ("torch.cuda.set_device", "torch.accelerator.set_device_index")
     return call is not None and isinstance(call, cst.Call) and porting.script.full_name(call.func) in names

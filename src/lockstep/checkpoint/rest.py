@@ -40,7 +40,7 @@ import torch
 from lockstep import _torch, accelerator, bits
 from lockstep.checkpoint.match import bare, plain_names
 from lockstep.checkpoint.rng import Generators
-from lockstep.checkpoint.state import Counts, Moment, Position, RunState, Stateful
+from lockstep.checkpoint.state import Tally, Moment, Position, RunState, Stateful
 from lockstep.errors import CheckpointError
 from lockstep.text import listed
 
@@ -65,7 +65,7 @@ class LoaderPosition(Protocol):
 class RestPoint(NamedTuple):
     """What a checkpoint of one moment needs besides what only optimizers change; see Note [Points of rest]."""
 
-    counts: Counts
+    counts: Tally
     #: Whether the epoch is done, by the user's word; None: the user did not say.
     epoch_done: bool | None
     #: None: there is no loader.

@@ -425,7 +425,7 @@ class Moment:
     conditions: Mapping[str, str] = field(default_factory=dict)
 
 
-class Counts(NamedTuple):
+class Tally(NamedTuple):
     """What a rank has counted at one moment."""
 
     step: int
@@ -472,9 +472,9 @@ class Position:
 
         optimizer.register_step_post_hook(took_step)
 
-    def now(self) -> Counts:
+    def now(self) -> Tally:
         """Return the present counts."""
-        return Counts(self.step, self.epoch, self.in_body)
+        return Tally(self.step, self.epoch, self.in_body)
 
     def resume_from(self, manifest: Manifest) -> None:
         """Take over the position at which a checkpoint was made."""

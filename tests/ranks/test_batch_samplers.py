@@ -614,7 +614,5 @@ def test_the_summary_says_what_parts_of_equal_cost_have_won(tmp_path: Path) -> N
     done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True, LOCKSTEP_QUIET="")
     assert done.code == 0, done
     # By number one rank has 16 of 18; by cost they have 9 each.
-    line = (
-        "parts of equal cost: in 100 global batches the dearest rank had 1.00 times the mean cost, and would have had "
-    )
-    assert f"{line}1.78 times with equal numbers of samples (44% less)" in done.err, done.err
+    line = "parts of equal cost: in 100 global batches the costliest rank had 1.00 times the mean cost, and would have "
+    assert f"{line}had 1.78 times with equal numbers of samples (44% less)" in done.err, done.err

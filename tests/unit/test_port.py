@@ -346,7 +346,7 @@ def test_json_has_the_keys_of_the_page(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["def broken(:\n", "x = (\n"])
 def test_what_is_no_python_is_an_error_with_its_line(text: str) -> None:
-    with pytest.raises(CannotPort, match=r"^line \d+: no Python"):
+    with pytest.raises(CannotPort, match=r"^line \d+: not valid Python"):
         ported(text)
 
 

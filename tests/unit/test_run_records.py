@@ -242,7 +242,7 @@ def test_what_parts_of_equal_cost_have_won_is_told(
     recorder.end(exit_code=0, summary=None, peaks={})
     run = history.read(tmp_path / "run")
     assert run.remarks == [
-        "parts of equal cost: in 4 global batches the dearest rank had 1.10 times the mean cost, and would have had "
+        "parts of equal cost: in 4 global batches the costliest rank had 1.10 times the mean cost, and would have had "
         "1.47 times with equal numbers of samples (25% less)"
     ]
     explained = CliRunner().invoke(main, ["runs", "explain", str(tmp_path / "run"), "--json"])

@@ -21,8 +21,8 @@ from lockstep.job.files import JobFiles
 #: infinite or NaN, with the step of the first, and "alone" (1: the line has no other numbers, 0: it has); a rank's log
 #: can't be written any more, with the rank and why; FLOPs were not counted, or not all of them, with why; a step was
 #: left out because its averaged gradients were not finite, with its number and whose gradients it came from; global
-#: batches were divided by cost, with their number, and the cost of the dearest rank added up over them: as it was, with
-#: equal numbers of samples, and if they could be divided exactly; a
+#: batches were divided by cost, with their number, and the cost of the costliest rank added up over them: as it was,
+#: with equal numbers of samples, and if they could be divided exactly; a
 #: loader's settings when it is used first, and when they change; a pass over it, as data/pass_notes.py says; digests
 #: of what rank 0's replicas hold after a step, as ddp/digest_chain.py says.
 CHECKPOINT, LOG, NONFINITE, UNWRITTEN, FLOPS = "checkpoint", "log", "nonfinite", "unwritten", "flops"

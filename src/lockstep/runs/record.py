@@ -393,8 +393,9 @@ def costs_in_words(about: Mapping[str, Any]) -> list[str]:
     change = 1 - by_cost / by_number
     batches = f"{known['batches']:,} global {'batch' if known['batches'] == 1 else 'batches'}"
     return [
-        f"parts of equal cost: in {batches} the dearest rank had {by_cost:.2f} times the mean cost, and would have had "
-        f"{by_number:.2f} times with equal numbers of samples ({abs(change):.0%} {'less' if change >= 0 else 'more'})"
+        f"parts of equal cost: in {batches} the costliest rank had {by_cost:.2f} times the mean cost, and would have "
+        f"had {by_number:.2f} times with equal numbers of samples "
+        f"({abs(change):.0%} {'less' if change >= 0 else 'more'})"
     ]
 
 

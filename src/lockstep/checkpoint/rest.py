@@ -40,7 +40,7 @@ import torch
 from lockstep import _torch, accelerator, bits
 from lockstep.checkpoint.match import bare, plain_names
 from lockstep.checkpoint.rng import Generators
-from lockstep.checkpoint.state import Tally, Moment, Position, RunState, Stateful
+from lockstep.checkpoint.state import Moment, Position, RunState, Stateful, Tally
 from lockstep.errors import CheckpointError
 from lockstep.text import listed
 

@@ -249,6 +249,16 @@ def test_what_comes_to_its_end_is_saved_there(tmp_path: Path, calm: dict[int, An
     assert _final(tmp_path) == calm[2]
 
 
+def test_what_one_rank_can_not_tell_is_refused_by_all_at_once(tmp_path: Path) -> None:
+    script = _TRAIN.replace("torch.zeros(600_000)", "torch.zeros(17_000_000)")  # more than is copied to begin with
+    changes = "if (step(), world.rank) == (4, 1):\n                self.table[0] = 1"
+    script = script.replace("self.table[int(self.at)] = 1", changes)
+    stopped = _train(tmp_path, "forward", struck=signal.SIGTERM, script=script, grace="10")
+    assert stopped.code == 128 + signal.SIGTERM, stopped
+    words = "model: table has changed for the first time in the middle of a step, so the value that it had between"
+    assert stopped.err.count(words) == 1, stopped
+
+
 def test_a_rank_that_is_a_step_behind_takes_it_first(tmp_path: Path, calm: dict[int, Any]) -> None:
     script = _TRAIN.replace("seconds=60.0", "seconds=2.0")
     stopped = _train(tmp_path, "before the step", 1, struck=signal.SIGTERM, script=script, grace="20")

@@ -298,13 +298,14 @@ class Checkpointer:
         knows = isinstance(getattr(loader, "in_epoch", None), bool)
         return False if begins or (position.in_body and not knows) else None
 
-    def save_aside(self, run: RunAtRest, moment: Moment, peers: Peers, settle: Settle) -> Saved:
-        """**Collective.** Write a checkpoint of a run at rest, by these peers alone; for a thread.
+    def save_aside(self, take: Callable[[], RunAtRest], moment: Moment, peers: Peers, settle: Settle) -> Saved:
+        """**Collective.** Write a checkpoint of the run at rest that ``take`` returns, by these peers alone.
 
         Raises:
             CheckpointError: as :meth:`save`; the same on every rank.
         """
         world, device = self._world, self._world.device
+        run, _ = together(peers, take, lambda _: None)
         with self._writing, accelerator.beside(device, after=None if run.point is None else run.point.queued):
             if run.local_training is not None:  # all ranks wait in between_steps(), so the process group is free
                 run.local_training.finish_round()

@@ -40,6 +40,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from lockstep import _torch, knobs
@@ -93,8 +94,8 @@ class SavesAside(Protocol):
         """Return whether the epoch is done where a run is saved now, in an evaluation; None: the loader knows."""
         ...
 
-    def save_aside(self, run: RunAtRest, moment: Moment, peers: Peers, settle: Settle) -> Saved:
-        """**Collective.** Write a checkpoint of a run at rest, by these peers alone."""
+    def save_aside(self, take: Callable[[], RunAtRest], moment: Moment, peers: Peers, settle: Settle) -> Saved:
+        """**Collective.** Write a checkpoint of the run that ``take`` returns, by these peers alone."""
         ...
 
 
@@ -413,7 +414,7 @@ class SideSaver:
             point = rest.evaluating(saver.epoch_is_done())
         begun = rest.begun
         peers = self._peers(number, "write", self._world.timeout)
-        saved = saver.save_aside(rest.at(point), replace(point.moment, step=step), peers, _settle(everyone))
+        saved = saver.save_aside(partial(rest.at, point), replace(point.moment, step=step), peers, _settle(everyone))
         if rest.begun != begun:
             raise LockstepError(f"rank {rank}: an optimizer has stepped while the ranks held for a save")
         return saved, step

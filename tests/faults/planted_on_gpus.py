@@ -45,7 +45,7 @@ GPU_FAULTS = [
     ),
     Fault(
         "a GPU's random numbers are not restored",
-        "checkpoint/state.py",
+        "checkpoint/rng.py",
         "        accelerator.set_rng_state(_bytes(of_device), device)",
         "        pass",
         (_TRAINING, "-k", "resumed"),

@@ -391,3 +391,79 @@ def test_an_evaluation_that_is_not_known_says_what_it_needs(tmp_path: Path) -> N
     assert "has no optimizer= in its Checkpointer, so it can only be left in a step or in saved.between_steps()" in (
         stopped.err
     )
+
+
+#: Has rank 0 in the optimizer's step and rank 1 before it, when they hold.
+_ONE_IS_STEPPING = (
+    _TRAIN.replace("seconds=60.0", "seconds=2.0")
+    .replace('stay("before the step")', 'world.rank == 1 and stay("a step")')
+    .replace(
+        "def evaluate",
+        'in_step = lambda *_: stay("a step") if world.is_main and step() == 4 else None\n'
+        "optimizer.register_step_pre_hook(in_step)\n\ndef evaluate",
+    )
+)
+
+
+def test_a_rank_that_was_stepping_is_not_saved_with_one_that_was_not(tmp_path: Path, calm: dict[int, Any]) -> None:
+    stopped = _train(tmp_path, "a step", struck=signal.SIGTERM, script=_ONE_IS_STEPPING, grace="20")
+    assert stopped.code == EXIT_SAVED, stopped
+    assert "rank 1 of 2 has taken 4 steps, and others more" in stopped.err, stopped
+    assert _train(tmp_path).code == 0
+    assert _final(tmp_path) == calm[2]
+
+
+#: Has the loops begin to save between the ranks' agreement and their writing, which rank 0 is late with.
+_BOTH_SAVE = _TRAIN.replace(
+    "saved = None",
+    """
+from lockstep.checkpoint.aside import SideSaver
+of_thread = SideSaver._save
+def late(self, *args):
+    Path("go on").touch()
+    if world.is_main:
+        time.sleep(1.0)
+    return of_thread(self, *args)
+SideSaver._save = late
+saved = None""",
+).replace("        saved.async_save()\n", "        stay('before a save')\n        saved.{}()\n")
+
+
+@pytest.mark.parametrize("kind", ["save", "async_save"])
+def test_a_loop_that_begins_to_save_meanwhile_waits(tmp_path: Path, calm: dict[int, Any], kind: str) -> None:
+    script = _BOTH_SAVE.replace("saved.{}", f"saved.{kind}")
+    finished = _train(tmp_path, "before a save", struck=signal.SIGUSR1, script=script, grace="20")
+    assert finished.code == 0, finished
+    assert "from the side: the loop had not come to its next step" in finished.err, finished
+    assert _final(tmp_path) == calm[2]
+
+
+#: Has one rank call for a save and the other for leaving, in the same attempt.
+_TWO_WISHES = (
+    _TRAIN.replace(
+        "saved = None",
+        """
+from lockstep.checkpoint.aside import SideSaver
+is_due = SideSaver._is_due
+def both(self, *args):
+    Path(f"due {world.rank}").touch()
+    until = time.monotonic() + 20
+    while not Path(f"due {1 - world.rank}").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    return True
+SideSaver._is_due = both
+saved = None""",
+    )
+    .replace("os.kill(os.getpid() if", "(None) if")
+    .replace(
+        "    if who not in", "    os.kill(os.getpid(), (signal.SIGUSR1, signal.SIGTERM)[world.rank])\n    if who not in"
+    )
+    .replace("(None) if who == -2 else pid, struck)", "pass")
+)
+
+
+def test_ranks_that_are_asked_for_different_things_at_once_all_leave(tmp_path: Path, calm: dict[int, Any]) -> None:
+    stopped = _train(tmp_path, "evaluation", struck=signal.SIGTERM, script=_TWO_WISHES, grace="20")
+    assert stopped.code == EXIT_SAVED, stopped
+    assert _train(tmp_path).code == 0
+    assert _final(tmp_path) == calm[2]

@@ -262,6 +262,14 @@ class Checkpointer:
         """Whether a checkpoint is being written."""
         return self._writing.locked() or self._background.is_writing
 
+    def begin_writing(self) -> bool:
+        """Keep the main thread from writing a checkpoint until :meth:`end_writing`. Return False if it does so now."""
+        return not self._background.is_writing and self._writing.acquire(blocking=False)
+
+    def end_writing(self) -> None:
+        """Let the main thread write checkpoints again."""
+        self._writing.release()
+
     @property
     def trains_apart(self) -> bool:
         """Whether the ranks train apart between rounds."""
@@ -306,7 +314,7 @@ class Checkpointer:
         """
         world, device = self._world, self._world.device
         run, _ = together(peers, take, lambda _: None)
-        with self._writing, accelerator.beside(device, after=None if run.point is None else run.point.queued):
+        with accelerator.beside(device, after=None if run.point is None else run.point.queued):
             if run.local_training is not None:  # all ranks wait in between_steps(), so the process group is free
                 run.local_training.finish_round()
                 moment = replace(moment, step=max(peers.gather(moment.step)))
@@ -392,7 +400,10 @@ class Checkpointer:
         self.wait()
         plan, moment = self._prepare(metric, epoch_done)
         self._background.forget_records()  # all ranks have waited, or they would not have met in the line above
-        self._background.begin(plan, step=moment.step, write=lambda copied, peers: self._write(copied, moment, peers))
+        with self._writing:
+            self._background.begin(
+                plan, step=moment.step, write=lambda copied, peers: self._write(copied, moment, peers)
+            )
         self._position.last_saved = moment.step
 
     @flight.phase(Phase.SAVE)

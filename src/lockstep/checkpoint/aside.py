@@ -76,6 +76,14 @@ class SavesAside(Protocol):
         """Whether a save is being written, by this thread's doing or in the background."""
         ...
 
+    def begin_writing(self) -> bool:
+        """Keep the main thread from writing a checkpoint until :meth:`end_writing`. Return False if it does so now."""
+        ...
+
+    def end_writing(self) -> None:
+        """Let the main thread write checkpoints again."""
+        ...
+
     @property
     def trains_apart(self) -> bool:
         """Whether the ranks train apart between rounds."""
@@ -144,6 +152,8 @@ class SideSaver:
         self._closed = False
         #: True during an attempt, whose waits have limits of their own.
         self._is_attempting = False
+        #: True while this thread keeps the main thread from writing a checkpoint.
+        self._is_writing = False
         #: The number of the last attempt that this rank took part in; the reason why the last one came to nothing.
         self._attempts, self._said = 0, ""
         #: When the main thread last came to a boundary.
@@ -316,7 +326,7 @@ class SideSaver:
         self._is_attempting = True
         try:
             self._hold(saver.step)
-            refused, ready = self._agree(saver, number)
+            action, refused, ready = self._agree(saver, number, action)
             if ready is None:
                 self._say_refused(refused, action)
                 return
@@ -333,6 +343,9 @@ class SideSaver:
             self._say(f"saved at step {step} in {saved.folder}, from the side: the loop had not come to its next step")
         finally:
             self._attempts, self._is_attempting = number, False
+            if self._is_writing:
+                self._is_writing = False
+                saver.end_writing()
             if self._requests.saved is None:
                 self._release()
 
@@ -348,19 +361,25 @@ class SideSaver:
             self._rest.gate = None
             self._free.notify_all()
 
-    def _agree(self, saver: SavesAside, number: int) -> tuple[str, list[_Ready] | None]:
-        """Return why the ranks do not save, or what each has told."""
+    def _agree(self, saver: SavesAside, number: int, action: Action) -> tuple[Action, str, list[_Ready] | None]:
+        """Return what the ranks do, the most urgent of what they want; and why they do not, or what each has told."""
         store, world = _torch.default_store(), self._world
         peers = self._peers(number, "agree", knobs.times().aside_answer)
         decision = f"lockstep/side/{number}/decision"
         late = ""
         try:
-            steps = peers.gather(saver.step)
-            target = max(steps)
+            begun = peers.gather([saver.step, int(action)])
+            target, action = max(step for step, _ in begun), Action(min(wanted for _, wanted in begun))
             self._hold(target)
             mine = self._come_to(saver, target)
             records = peers.gather(vars(mine))
             everyone = [_Ready(**record) for record in records]
+            behind = [rank for rank, each in enumerate(everyone) if each.step < max(one.step for one in everyone)]
+            if behind and not any(each.why for each in everyone):  # another was stepping when they began to hold
+                everyone = [
+                    replace(each, why=f"has taken {each.step} steps, and others more") if rank in behind else each
+                    for rank, each in enumerate(everyone)
+                ]
             if not any(each.why for each in everyone):
                 store.compare_set(decision, "", "go")
         except CollectiveTimeout as error:
@@ -368,20 +387,23 @@ class SideSaver:
         if store.compare_set(decision, "", "off") == b"go":
             if late:  # all had told by then
                 everyone = [_Ready(**record) for record in self._peers(number, "agree", 0.0).read(2)]
-            return "", everyone
+            return action, "", everyone
         if late:
-            return late, None
+            return action, late, None
         whys = {rank: each.why for rank, each in enumerate(everyone) if each.why}
         rank = next(iter(whys))
         others = [other for other in whys if other != rank]
         more = f" (and {which_ranks(others)} likewise)" if others else ""
-        return f"rank {rank} of {world.world_size} {whys[rank]}{more}", None
+        return action, f"rank {rank} of {world.world_size} {whys[rank]}{more}", None
 
     def _come_to(self, saver: SavesAside, target: int) -> _Ready:
         """Wait until the main thread has come to where the ranks save, or the time for that is over."""
         deadline = time.monotonic() + knobs.times().aside_step
         while (why := self._why_not(saver, target)) and time.monotonic() < deadline and not self._closed:
             time.sleep(_NAP)
+        if not why and not saver.begin_writing():
+            why = "is writing another checkpoint"
+        self._is_writing = not why
         last = self._rest.last_generators
         common = "" if last is None else _common_digest(last.to_json())
         return _Ready(why, saver.step, len(self._rest.points), common)

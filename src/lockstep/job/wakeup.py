@@ -29,13 +29,15 @@ class Wakeup:
         self._reads, self._writes = socket.socketpair()
         for end in (self._reads, self._writes):
             end.setblocking(False)
+        self._poll = select.poll()  # select() takes no descriptor beyond a thousand
+        self._poll.register(self._reads, select.POLLIN)
         self._before = signal.set_wakeup_fd(self._writes.fileno(), warn_on_full_buffer=False)
         _current = self
         _watch_forks()
 
     def wait(self, seconds: float) -> list[int]:
         """Wait until a signal has come, or :meth:`wake` was called, for so long at most. Return the signals."""
-        if not select.select([self._reads], [], [], seconds)[0]:
+        if not self._poll.poll(seconds * 1e3):
             return []
         with suppress(BlockingIOError):
             numbers = self._reads.recv(4096)
@@ -59,7 +61,10 @@ class Wakeup:
         if _current is self:
             _current = None
         mine = self._writes.fileno()
-        now = signal.set_wakeup_fd(self._before, warn_on_full_buffer=True)
+        try:
+            now = signal.set_wakeup_fd(self._before, warn_on_full_buffer=True)
+        except (OSError, ValueError):  # it was closed meanwhile
+            now = signal.set_wakeup_fd(-1)
         if now != mine:  # somebody has set another since
             signal.set_wakeup_fd(now)
         self._reads.close()

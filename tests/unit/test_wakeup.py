@@ -91,3 +91,49 @@ os.waitpid(pid, 0)
 print(json.dumps(wakeup.wait(0.2)))
 """)
     assert told == []
+
+
+def test_it_hears_signals_beyond_a_thousand_descriptors() -> None:
+    told = _told("""
+import resource
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2048, hard)), hard))
+while os.open("/dev/null", os.O_RDONLY) <= 1100:
+    pass
+wakeup = Wakeup()
+os.kill(os.getpid(), signal.SIGUSR1)
+print(json.dumps(wakeup.wait(30)))
+""")
+    assert told == [10]
+
+
+def test_what_was_there_before_and_is_closed_is_not_put_back() -> None:
+    told = _told("""
+ends = socket.socketpair()
+for end in ends:
+    end.setblocking(False)
+signal.set_wakeup_fd(ends[1].fileno())
+wakeup = Wakeup()
+for end in ends:
+    end.close()
+wakeup.close()
+print(json.dumps(signal.set_wakeup_fd(-1)))
+""")
+    assert told == -1
+
+
+def test_a_signal_whose_handler_the_program_has_replaced_is_no_request() -> None:
+    told = _told("""
+from lockstep.job.stop import Requests
+requests = Requests()
+requests.listen()
+signal.signal(signal.SIGTERM, lambda *_: None)
+requests.noticed(signal.SIGTERM)
+wanted = [requests.wanted]
+requests.close()
+signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+requests.listen()
+requests.noticed(signal.SIGUSR1)
+print(json.dumps([*wanted, requests.wanted.name]))
+""")
+    assert told == [None, "SAVE"]

@@ -262,7 +262,7 @@ class Requests:
 
     def noticed(self, signum: int) -> None:
         """Take a signal for a request although the main thread, in compiled code, has not called its handler yet."""
-        if signum not in self._before or self._of_a_failed_job():
+        if signum not in self._before or signal.getsignal(signum) != self._on_signal or self._of_a_failed_job():
             return
         if signum == _SAVE:
             self.save = True

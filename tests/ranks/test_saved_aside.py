@@ -408,7 +408,7 @@ _ONE_IS_STEPPING = (
 def test_a_rank_that_was_stepping_is_not_saved_with_one_that_was_not(tmp_path: Path, calm: dict[int, Any]) -> None:
     stopped = _train(tmp_path, "a step", struck=signal.SIGTERM, script=_ONE_IS_STEPPING, grace="20")
     assert stopped.code == EXIT_SAVED, stopped
-    assert "rank 1 of 2 has taken 4 steps, and others more" in stopped.err, stopped
+    assert "rank 1 of 2 has taken step 4, while rank 0 was in the middle of step 5" in stopped.err, stopped
     assert _train(tmp_path).code == 0
     assert _final(tmp_path) == calm[2]
 

@@ -257,17 +257,17 @@ class Checkpointer:
 
     # For the boundary, and for the thread that saves from the side.
 
-    @property
-    def is_saving(self) -> bool:
-        """Whether a checkpoint is being written."""
-        return self._writing.locked() or self._background.is_writing
+    def begin_aside(self) -> bool:
+        """Keep the loop from writing a checkpoint until :meth:`end_aside`. Return False if one is being written."""
+        if not self._writing.acquire(blocking=False):
+            return False
+        if self._background.is_writing:
+            self._writing.release()
+            return False
+        return True
 
-    def begin_writing(self) -> bool:
-        """Keep the main thread from writing a checkpoint until :meth:`end_writing`. Return False if it does so now."""
-        return not self._background.is_writing and self._writing.acquire(blocking=False)
-
-    def end_writing(self) -> None:
-        """Let the main thread write checkpoints again."""
+    def end_aside(self) -> None:
+        """Let the loop write checkpoints again."""
         self._writing.release()
 
     @property
@@ -306,14 +306,13 @@ class Checkpointer:
         knows = isinstance(getattr(loader, "in_epoch", None), bool)
         return False if begins or (position.in_body and not knows) else None
 
-    def save_aside(self, take: Callable[[], RunAtRest], moment: Moment, peers: Peers, settle: Settle) -> Saved:
-        """**Collective.** Write a checkpoint of the run at rest that ``take`` returns, by these peers alone.
+    def save_aside(self, run: RunAtRest, moment: Moment, peers: Peers, settle: Settle) -> Saved:
+        """**Collective.** Write a checkpoint of a run at rest, by these peers alone; for a thread that has begun it.
 
         Raises:
             CheckpointError: as :meth:`save`; the same on every rank.
         """
         world, device = self._world, self._world.device
-        run, _ = together(peers, take, lambda _: None)
         with accelerator.beside(device, after=None if run.point is None else run.point.queued):
             if run.local_training is not None:  # all ranks wait in between_steps(), so the process group is free
                 run.local_training.finish_round()

@@ -8,11 +8,17 @@ rank saves instead. The state is that of the latest point of rest (Note [Points 
 by their store, since their main threads may be in a collective; and what they do is decided in two rounds of records.
 
 1. Each rank *holds*: its main thread may go on, but not begin another optimizer step, nor pass the next boundary. It
-   tells the number of steps that it has taken. The all-reduce of gradients keeps ranks within one step of each other,
+   tells the number of steps that it has taken, and whether it was asked to leave or only to save: ranks may be asked
+   for both at once, and leaving goes first. The all-reduce of gradients keeps ranks within one step of each other,
    and nobody can go back, so the largest number is where all must come to: a rank that has taken fewer lets its main
    thread take that step.
 2. Each rank that is there tells which points of rest it has; one that can't come there in time tells why. If all are
-   there they save the latest point that all have. Otherwise nothing is saved, all go on, and they try again later.
+   there they save the latest point that all have. Otherwise nothing is saved, all go on, and they try again later. So
+   they do where a rank was in an optimizer's step as it held, and has taken one more than it told.
+
+Before a rank tells that it is there, it keeps its main thread from writing a checkpoint. If it did so later, one rank's
+main thread and another rank's side could begin to write first, and each wait for the other rank's same thread. And what
+it saves in an evaluation is noted then as well, since its main thread may leave the evaluation before all have told.
 
 A rank may be late by itself, so the decision is one key of the store, written by compare-and-set: the first who has
 heard of all writes "go", who has waited too long writes "off", and the first counts for all.
@@ -40,15 +46,15 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 from lockstep import _torch, knobs
 from lockstep.checkpoint.encoding import digest_of
-from lockstep.checkpoint.rest import Rest, RunAtRest
+from lockstep.checkpoint.rest import Rest, RestPoint, RunAtRest
 from lockstep.checkpoint.rng import COMMON
 from lockstep.checkpoint.save import Saved
 from lockstep.checkpoint.state import Moment
+from lockstep.checkpoint.together import together
 from lockstep.comm.peers import OverStore, Peers
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError, CollectiveTimeout, LockstepError
@@ -71,17 +77,12 @@ class SavesAside(Protocol):
     @property
     def step(self) -> int: ...
 
-    @property
-    def is_saving(self) -> bool:
-        """Whether a save is being written, by this thread's doing or in the background."""
+    def begin_aside(self) -> bool:
+        """Keep the loop from writing a checkpoint until :meth:`end_aside`. Return False if one is being written."""
         ...
 
-    def begin_writing(self) -> bool:
-        """Keep the main thread from writing a checkpoint until :meth:`end_writing`. Return False if it does so now."""
-        ...
-
-    def end_writing(self) -> None:
-        """Let the main thread write checkpoints again."""
+    def end_aside(self) -> None:
+        """Let the loop write checkpoints again."""
         ...
 
     @property
@@ -102,13 +103,24 @@ class SavesAside(Protocol):
         """Return whether the epoch is done where a run is saved now, in an evaluation; None: the loader knows."""
         ...
 
-    def save_aside(self, take: Callable[[], RunAtRest], moment: Moment, peers: Peers, settle: Settle) -> Saved:
-        """**Collective.** Write a checkpoint of the run that ``take`` returns, by these peers alone."""
+    def save_aside(self, run: RunAtRest, moment: Moment, peers: Peers, settle: Settle) -> Saved:
+        """**Collective.** Write a checkpoint of a run at rest, by these peers alone, after :meth:`begin_aside`."""
         ...
 
 
 #: Makes of the states of all ranks' generators what is saved.
 Settle = Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What the ranks have come to in an attempt."""
+
+    action: Action
+    #: Why nothing is saved; empty: all save.
+    refused: str = ""
+    #: What each rank has told, if all save.
+    everyone: tuple[_Ready, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -150,10 +162,6 @@ class SideSaver:
         self._wakeup: Wakeup | None = None
         self._calls: _Calls | None = None
         self._closed = False
-        #: True during an attempt, whose waits have limits of their own.
-        self._is_attempting = False
-        #: True while this thread keeps the main thread from writing a checkpoint.
-        self._is_writing = False
         #: The number of the last attempt that this rank took part in; the reason why the last one came to nothing.
         self._attempts, self._said = 0, ""
         #: When the main thread last came to a boundary.
@@ -165,8 +173,13 @@ class SideSaver:
         self._free = threading.Condition()
         #: True while the main thread waits in an evaluation for what the ranks decide.
         self._is_paused = False
-        #: Set when the main thread has heard that the run is left, and when it may leave.
-        self._heard, self._may_leave = threading.Event(), threading.Event()
+        #: True when the main thread has heard that the run is left, and when it may leave. No events: a handler that
+        #: interrupts the main thread while it sets one could not set it again.
+        self._heard, self._may_leave = False, False
+        #: The point of rest of the evaluation that this rank was in when it was ready; None: it was in none.
+        self._in_evaluation: RestPoint | None = None
+        #: True from when this rank's main thread is kept from writing a checkpoint.
+        self._keeps_others_out = False
         self._pid = os.getpid()
 
     # On the main thread.
@@ -188,15 +201,15 @@ class SideSaver:
         if thread is None or self._pid != os.getpid():
             return
         self._closed = True
-        assert self._wakeup is not None  # made with the thread
-        self._wakeup.wake()
-        if thread is threading.current_thread():  # it had the last reference to the Checkpointer
+        if thread is threading.current_thread():  # it has let go of the Checkpointer as the last, and ends next
+            if self._wakeup is not None:
+                self._wakeup.close()
             return
-        while thread.is_alive():
-            thread.join(knobs.times().aside_answer)
-            if not self._is_attempting:  # it looks at a disk that does not answer
-                break
-        self._wakeup.close()
+        if self._wakeup is not None:
+            self._wakeup.wake()
+        thread.join()
+        if self._wakeup is not None:
+            self._wakeup.close()
 
     def rest(self, epoch_done: bool | None, *, only_after_a_step: bool = False) -> None:
         """Note a point of rest, as :meth:`Rest.note` does. Returns when the ranks hold no longer."""
@@ -254,8 +267,10 @@ class SideSaver:
 
     def _leave_here(self) -> None:
         """Leave the run, which has been saved, from wherever the main thread is."""
-        self._heard.set()
-        self._may_leave.wait(2 * knobs.times().aside_heard)
+        self._heard = True
+        limit = time.monotonic() + 2 * knobs.times().aside_heard
+        while not self._may_leave and time.monotonic() < limit:
+            time.sleep(_NAP)
         self._requests.leave()
         raise SystemExit(EXIT_SAVED)
 
@@ -272,7 +287,7 @@ class SideSaver:
         assert calls is not None  # both are made before the thread
         assert wakeup is not None
         while not self._closed:
-            for number in wakeup.wait(times.aside_look):
+            for number in sorted({*wakeup.wait(times.aside_look)}):
                 self._requests.noticed(number)
             now = time.monotonic()
             self._watch_room(now)
@@ -323,29 +338,28 @@ class SideSaver:
         saver = self._saver()
         if saver is None:
             return
-        self._is_attempting = True
         try:
             self._hold(saver.step)
-            action, refused, ready = self._agree(saver, number, action)
-            if ready is None:
-                self._say_refused(refused, action)
+            agreed = self._agree(saver, number, action)
+            if agreed.refused:
+                self._say_refused(agreed.refused, agreed.action)
                 return
             try:
-                saved, step = self._save(saver, number, ready)
+                saved, step = self._save(saver, number, agreed.everyone)
             except CheckpointError as error:
-                self._say_refused(str(error), action)
+                self._say_refused(str(error), agreed.action)
                 return
             self._said = ""
-            if action is Action.STOP:
+            if agreed.action is Action.STOP:
                 self._leave(saved, step, number)
                 return
             self._requests.save = False
             self._say(f"saved at step {step} in {saved.folder}, from the side: the loop had not come to its next step")
         finally:
-            self._attempts, self._is_attempting = number, False
-            if self._is_writing:
-                self._is_writing = False
-                saver.end_writing()
+            self._attempts = number
+            if self._keeps_others_out:
+                self._keeps_others_out = False
+                saver.end_aside()
             if self._requests.saved is None:
                 self._release()
 
@@ -361,82 +375,96 @@ class SideSaver:
             self._rest.gate = None
             self._free.notify_all()
 
-    def _agree(self, saver: SavesAside, number: int, action: Action) -> tuple[Action, str, list[_Ready] | None]:
-        """Return what the ranks do, the most urgent of what they want; and why they do not, or what each has told."""
+    def _agree(self, saver: SavesAside, number: int, action: Action) -> _Agreed:
+        """Return what the ranks do: what they were called to, or were asked for since."""
         store, world = _torch.default_store(), self._world
         peers = self._peers(number, "agree", knobs.times().aside_answer)
         decision = f"lockstep/side/{number}/decision"
-        late = ""
+        late, why = "", ""
+        everyone: tuple[_Ready, ...] = ()
         try:
-            begun = peers.gather([saver.step, int(action)])
-            target, action = max(step for step, _ in begun), Action(min(wanted for _, wanted in begun))
+            told = peers.gather([saver.step, action])
+            target, action = max(step for step, _ in told), Action(min(wish for _, wish in told))
             self._hold(target)
             mine = self._come_to(saver, target)
-            records = peers.gather(vars(mine))
-            everyone = [_Ready(**record) for record in records]
-            behind = [rank for rank, each in enumerate(everyone) if each.step < max(one.step for one in everyone)]
-            if behind and not any(each.why for each in everyone):  # another was stepping when they began to hold
-                everyone = [
-                    replace(each, why=f"has taken {each.step} steps, and others more") if rank in behind else each
-                    for rank, each in enumerate(everyone)
-                ]
-            if not any(each.why for each in everyone):
+            everyone = tuple(_Ready(**record) for record in peers.gather(vars(mine)))
+            why = self._whats_missing(saver, everyone)
+            if not why:
                 store.compare_set(decision, "", "go")
         except CollectiveTimeout as error:
             late = str(error)
-        if store.compare_set(decision, "", "off") == b"go":
-            if late:  # all had told by then
-                everyone = [_Ready(**record) for record in self._peers(number, "agree", 0.0).read(2)]
-            return action, "", everyone
-        if late:
-            return action, late, None
+        if store.compare_set(decision, "", "off") != b"go":
+            return _Agreed(action, late or why or f"rank {world.rank} of {world.world_size} has not waited for others")
+        if late:  # all had told by then
+            everyone = tuple(_Ready(**record) for record in self._peers(number, "agree", 0.0).read(2))
+        return _Agreed(action, everyone=everyone)
+
+    def _whats_missing(self, saver: SavesAside, everyone: Sequence[_Ready]) -> str:
+        """Return why the ranks can't save, from what each has told; empty: they can. The same on every rank."""
+        of_all = f"of {self._world.world_size}"
         whys = {rank: each.why for rank, each in enumerate(everyone) if each.why}
-        rank = next(iter(whys))
-        others = [other for other in whys if other != rank]
-        more = f" (and {which_ranks(others)} likewise)" if others else ""
-        return action, f"rank {rank} of {world.world_size} {whys[rank]}{more}", None
+        if whys:
+            rank = next(iter(whys))
+            others = [other for other in whys if other != rank]
+            more = f" (and {which_ranks(others)} likewise)" if others else ""
+            return f"rank {rank} {of_all} {whys[rank]}{more}"
+        steps = [each.step for each in everyone]
+        if saver.trains_apart or len(set(steps)) == 1:
+            return ""
+        least, most = min(steps), max(steps)
+        return (
+            f"rank {steps.index(least)} {of_all} has taken step {least}, while rank {steps.index(most)} was in the "
+            f"middle of step {most}"
+        )
 
     def _come_to(self, saver: SavesAside, target: int) -> _Ready:
         """Wait until the main thread has come to where the ranks save, or the time for that is over."""
         deadline = time.monotonic() + knobs.times().aside_step
+        self._in_evaluation = None
         while (why := self._why_not(saver, target)) and time.monotonic() < deadline and not self._closed:
             time.sleep(_NAP)
-        if not why and not saver.begin_writing():
-            why = "is writing another checkpoint"
-        self._is_writing = not why
         last = self._rest.last_generators
         common = "" if last is None else _common_digest(last.to_json())
-        return _Ready(why, saver.step, len(self._rest.points), common)
+        return _Ready(why, saver.step, 0 if self._in_evaluation else len(self._rest.points), common)
 
     def _why_not(self, saver: SavesAside, target: int) -> str:
         """Return why this rank can't be saved now; empty: it can."""
         if self._closed:
             return "has left its loop"
-        if saver.is_saving:
+        self._keeps_others_out = self._keeps_others_out or saver.begin_aside()
+        if not self._keeps_others_out:
             return "is writing another checkpoint"
         if saver.trains_apart or not self._rest.knows_steps:
             kind = "is trained by LocalSteps" if saver.trains_apart else "has no optimizer= in its Checkpointer"
-            return "" if self._is_paused else f"{kind}, so it can only be left in a step or in saved.between_steps()"
+            paused = self._is_paused and (self._rest.points or self._note_evaluation(saver))
+            return "" if paused else f"{kind}, so it can only be left in a step or in saved.between_steps()"
         if self._rest.is_stepping or saver.step < target:
             return f"is in the middle of step {target if saver.step < target else target + 1}"
-        if self._rest.points or self._rest.evaluates or self._is_paused:
+        if self._rest.points or self._note_evaluation(saver):
             return ""
         return (
             f"has taken step {saver.step}, and its loop is still at what follows the optimizer's step: it has not "
             "asked for its next batch"
         )
 
-    def _save(self, saver: SavesAside, number: int, everyone: list[_Ready]) -> tuple[Saved, int]:
+    def _note_evaluation(self, saver: SavesAside) -> bool:
+        """Note the present as the point of rest of an evaluation, if the main thread is in one and still was then."""
+        if self._rest.evaluates or self._is_paused:
+            point = self._rest.evaluating(saver.epoch_is_done())
+            if self._rest.evaluates or self._is_paused:
+                self._in_evaluation = point
+        return self._in_evaluation is not None
+
+    def _save(self, saver: SavesAside, number: int, everyone: Sequence[_Ready]) -> tuple[Saved, int]:
         """**Collective.** Save the latest point that all ranks have. Return the checkpoint and its step."""
         rest, rank = self._rest, self._world.rank
         step = max(each.step for each in everyone)
-        if everyone[rank].points:
-            point = rest.points[min(max(each.points, 1) for each in everyone) - 1]
-        else:
-            point = rest.evaluating(saver.epoch_is_done())
+        point = self._in_evaluation or rest.points[min(max(each.points, 1) for each in everyone) - 1]
         begun = rest.begun
         peers = self._peers(number, "write", self._world.timeout)
-        saved = saver.save_aside(partial(rest.at, point), replace(point.moment, step=step), peers, _settle(everyone))
+        # Together: where a state is not known on one rank, the others must not wait for its part.
+        run, _ = together(peers, lambda: rest.at(point), lambda _: None)
+        saved = saver.save_aside(run, replace(point.moment, step=step), peers, _settle(everyone))
         if rest.begun != begun:
             raise LockstepError(f"rank {rank}: an optimizer has stepped while the ranks held for a save")
         return saved, step
@@ -448,14 +476,17 @@ class SideSaver:
         self._requests.saved = self._leave_here
         limit = knobs.times().aside_heard
         told = self._requests.tell_main()
-        heard = self._heard.wait(limit) if told else True  # else it hears of it at its next step
+        deadline = time.monotonic() + limit
+        while told and not self._heard and time.monotonic() < deadline:
+            time.sleep(_NAP)
+        heard = self._heard or not told  # else it hears of it at its next step
         try:
             peers = self._peers(number, "leave", 3 * limit)
             peers.gather(heard)
             peers.leave()
         except CollectiveTimeout as error:
             self._say(str(error), everywhere=True)
-        self._may_leave.set()
+        self._may_leave = True
         if not heard:
             self._end_now()
 

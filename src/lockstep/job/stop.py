@@ -235,8 +235,12 @@ class Requests:
         #: Leaves the run, which has been saved from the side; None: it has not been.
         self.saved: Callable[[], None] | None = None
         self._asked_at = 0.0
-        #: True if the handler of the signal that asked to leave is still to be called.
-        self._is_noticed = False
+        #: Signals that the thread has noticed before their handlers were called, and the other way round: each comes to
+        #: both, in either order, and is one request.
+        self._noticed: set[int] = set()
+        self._called: set[int] = set()
+        #: True if this was closed where no handlers can be set.
+        self._is_closed = False
         self._process = os.getpid()
         self._before: dict[signal.Signals, Any] = {}
 
@@ -251,7 +255,12 @@ class Requests:
         """Take signals as requests from now on. Does nothing outside the main thread, which alone can set handlers."""
         if self._before or threading.current_thread() is not threading.main_thread():
             return
+        self._noticed.clear()
+        self._called.clear()
         for signum in (*_STOP, _SAVE):
+            owner = getattr(signal.getsignal(signum), "__self__", None)
+            if isinstance(owner, Requests) and owner._is_closed:
+                owner.close()
             before = signal.getsignal(signum)
             if before in (signal.SIG_DFL, signal.default_int_handler, interrupt_once):
                 self._before[signum] = before
@@ -261,14 +270,21 @@ class Requests:
         self._tell_launcher()
 
     def noticed(self, signum: int) -> None:
-        """Take a signal for a request although the main thread, in compiled code, has not called its handler yet."""
+        """Take a signal for a request although the main thread, in compiled code, has not called its handler yet.
+
+        One whose handler the program has replaced meanwhile is none.
+        """
         if signum not in self._before or signal.getsignal(signum) != self._on_signal or self._of_a_failed_job():
             return
+        if signum in self._called:
+            self._called.discard(signum)
+            return
         if signum == _SAVE:
+            self._noticed.add(signum)
             self.save = True
         elif self.stop is None:
+            self._noticed.add(signum)
             self.stop, self._asked_at = signal.Signals(signum), time.monotonic()
-            self._is_noticed = True
 
     def tell_main(self) -> bool:
         """Make the main thread call :attr:`saved` where it is. Return False if none of its signals is ours any more."""
@@ -291,7 +307,10 @@ class Requests:
         if not self._before or self.leaving or self._process != os.getpid():
             return
         if threading.current_thread() is not threading.main_thread():
-            return  # a finalizer calls this; only the main thread may change what signals do
+            # A finalizer calls this, and only the main thread may change what signals do: it does at the next one.
+            self._is_closed = True
+            return
+        self._is_closed = False
         for signum, before in self._before.items():
             if signal.getsignal(signum) == self._on_signal:  # otherwise the program has set its own handler meanwhile
                 signal.signal(signum, before)
@@ -306,20 +325,31 @@ class Requests:
         if os.getpid() != self._process:  # a forked child has this function too, and none of the steps
             if signum not in _FROM_THE_TERMINAL or not _becomes_daemon(frame):
                 _as_by_default(signum, frame)
+        elif self._is_closed:
+            self.close()
+            os.kill(self._process, signum)
         elif self.saved is not None:
             self.saved()
         elif signum == _SAVE:
-            self.save = True
+            self.save = self._is_new(signum) or self.save
         elif signum == signal.SIGHUP and self._hung_up():
             pass  # the shell and the kernel both send it, so the second one is no second request
         elif self._of_a_failed_job():
             _as_by_default(signum, frame)
+        elif not self._is_new(signum):
+            pass
         elif self.stop is None:
             self.stop, self._asked_at = signal.Signals(signum), time.monotonic()
-        elif self._is_noticed and signum == self.stop:
-            self._is_noticed = False
         elif knobs.job_dir() is None and time.monotonic() - self._asked_at > _SAME_SIGNAL:
             _as_by_default(signum, frame)  # a second request; under a launcher that tells echoes apart, and kills
+
+    def _is_new(self, signum: int) -> bool:
+        """Return whether the thread has not noticed a signal before its handler is called."""
+        if signum in self._noticed:
+            self._noticed.discard(signum)
+            return False
+        self._called.add(signum)
+        return True
 
     def _hung_up(self) -> bool:
         """Let go of a terminal that is gone. Return whether this process was asked to leave before."""

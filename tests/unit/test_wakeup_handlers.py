@@ -1,0 +1,128 @@
+"""Signals that a thread notices, and the handlers that Python calls for them on the main thread."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+
+from lockstep.job import wakeup
+from lockstep.job.stop import Action, Requests
+from lockstep.job.wakeup import Wakeup
+
+
+@pytest.fixture(autouse=True)
+def untouched() -> Iterator[None]:
+    """Puts the handlers and the descriptor back that a test may leave."""
+    before = {
+        signum: signal.getsignal(signum) for signum in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    }
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def _elsewhere(act: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+
+
+def test_it_hears_signals_beyond_a_thousand_descriptors() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2048, hard)), hard))
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while (fd := os.open("/dev/null", os.O_RDONLY)) <= 1100:
+            stack.callback(os.close, fd)
+        stack.callback(os.close, fd)
+        with closing(Wakeup()) as heard:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert heard.wait(10.0) == [signal.SIGUSR1]
+
+
+def test_a_descriptor_from_before_that_is_closed_is_not_put_back() -> None:
+    ends = socket.socketpair()
+    for end in ends:
+        end.setblocking(False)
+    signal.set_wakeup_fd(ends[1].fileno())
+    heard = Wakeup()
+    for end in ends:
+        end.close()
+    heard.close()
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_descriptor_that_was_set_meanwhile_stays() -> None:
+    ends = socket.socketpair()
+    for end in ends:
+        end.setblocking(False)
+    heard = Wakeup()
+    signal.set_wakeup_fd(ends[1].fileno())
+    heard.close()
+    assert signal.set_wakeup_fd(-1) == ends[1].fileno()
+    for end in ends:
+        end.close()
+
+
+def test_one_that_another_thread_closes_stays_open_until_the_next() -> None:
+    heard = Wakeup()
+    mine = heard._writes.fileno()
+    _elsewhere(heard.close)
+    assert heard._writes.fileno() == mine  # or a file opened next would get the signals
+    following = Wakeup()
+    assert heard._writes.fileno() == -1
+    following.close()
+    assert wakeup._left is None
+
+
+def test_a_signal_whose_handler_the_program_has_replaced_is_no_request() -> None:
+    requests = Requests()
+    requests.listen()
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    requests.noticed(signal.SIGTERM)
+    assert requests.wanted is None
+    requests.noticed(signal.SIGUSR1)
+    assert requests.wanted is Action.SAVE
+    requests.close()
+
+
+@pytest.mark.parametrize("first", ["the thread", "the handler"])
+def test_a_signal_is_one_request_in_whatever_order_it_is_heard_of(first: str) -> None:
+    requests = Requests()
+    requests.listen()
+    hear: list[Callable[[], None]] = [
+        lambda: requests.noticed(signal.SIGUSR1),
+        lambda: requests._on_signal(signal.SIGUSR1, None),
+    ]
+    for turn in range(3):
+        for number, each in enumerate(hear if first == "the thread" else hear[::-1]):
+            each()
+            assert requests.save is (number == 0), f"turn {turn}: {number}"
+            requests.save = False
+    requests.close()
+
+
+def test_signals_are_as_before_once_another_thread_has_closed_them() -> None:
+    requests, following = Requests(), Requests()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    requests.listen()
+    _elsewhere(requests.close)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    requests.listen()
+    _elsewhere(requests.close)
+    following.listen()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert following.wanted is Action.SAVE
+    following.close()

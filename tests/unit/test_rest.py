@@ -91,6 +91,19 @@ def test_large_constants_are_not_copied() -> None:
     assert {"uncounted", "replaced", "slow.weight", "norm.running_mean"} <= rest._kept.keys()
 
 
+def test_points_without_a_step_between_them_teach_nothing() -> None:
+    run = _run(_Model())
+    rest = Rest(run, Position(), CPU)
+    for _ in range(3):  # as in a run that resumes at the end of a pass
+        rest.note(None)
+    for _ in range(5):
+        _step(run)
+        rest.note(None)
+    before = _values(run.model_state())
+    run.model(torch.randn(4, 2))
+    assert _values(rest.at(rest.points[-1]).model_state()) == before
+
+
 def test_what_changes_for_the_first_time_in_a_step_is_named() -> None:
     model = _Model(large=2**25)
     run = _run(model)

@@ -39,6 +39,7 @@ How a signal reaches the thread while the main thread is in compiled code: Note 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -166,6 +167,8 @@ class SideSaver:
         self._attempts, self._said = 0, ""
         #: When the main thread last came to a boundary.
         self._came_at = 0.0
+        #: When the last attempt was over.
+        self._tried_at = -math.inf
         #: When the disk is looked at next, and True once it was found nearly full.
         self._look_at_room, self._is_full = 0.0, False
         #: The number of steps beyond which the main thread may not go; None: any. Guarded by the condition.
@@ -329,6 +332,8 @@ class SideSaver:
     def _is_due(self, asked_at: float, now: float) -> bool:
         """Return whether the main thread had its time to come to a boundary by itself."""
         pause = knobs.times().aside
+        if now < self._tried_at + pause:
+            return False
         if self._is_paused:
             return True
         return now >= min(max(asked_at, self._came_at) + pause, asked_at + 3 * pause)
@@ -356,7 +361,7 @@ class SideSaver:
             self._requests.save = False
             self._say(f"saved at step {step} in {saved.folder}, from the side: the loop had not come to its next step")
         finally:
-            self._attempts = number
+            self._attempts, self._tried_at = number, time.monotonic()
             if self._keeps_others_out:
                 self._keeps_others_out = False
                 saver.end_aside()

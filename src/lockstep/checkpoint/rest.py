@@ -11,7 +11,8 @@ the next one. What else has changed since then was noted at that moment, the *po
 - what the model's forwards change by themselves, such as the statistics of batch norm, whose values are copied. Which
   tensors these are is learned. Batch norms are known: they change theirs in C++, where torch counts no change. Of all
   others that no optimizer steps, torch's counter of changes tells when one has changed, and at the first three points
-  the beginning of its bits is compared as well, for writes that torch does not count (``buffer.data``).
+  the beginning of its bits is compared as well, for writes that torch does not count (``buffer.data``). Of these three,
+  those that follow no step teach nothing and do not count: a run that resumes at the end of a pass has three at once.
 
 Where the training loop asks for its next batch there is such a point if an optimizer has stepped since the last one
 (gradients that are being accumulated would be lost at any other), and there is one where the loader's pass is over, and
@@ -200,7 +201,8 @@ class Rest:
         self.gate: Callable[[], None] | None = None
         self._watched: list[_Watched] | None = None
         self._kept: dict[str, torch.Tensor] = {}
-        self._notes = 0
+        #: The points that have taught something, and the steps that had begun at the last point.
+        self._notes, self._begun_then = 0, 0
         weak = weakref.ref(self)
         for optimizer in run.optimizers():
             optimizer.register_step_pre_hook(partial(_before_step, weak))
@@ -285,7 +287,9 @@ class Rest:
         if self._watched is None:
             self._watched = self._list_watched()
         learns = self._notes < _LEARNS
-        self._notes += 1
+        if self._notes == 0 or self._begun_then != self.begun or not self.knows_steps:
+            self._notes += 1
+        self._begun_then = self.begun
         changed = {id(each) for each in self._watched if each.look(compare=learns)}
         small = learns and sum(each.tensor.nbytes for each in self._watched if each.tensor is not None) <= _SMALL
         into, of, others = [], [], False

@@ -40,6 +40,7 @@ from types import NoneType
 from typing import Any, NoReturn, TextIO, cast
 
 from lockstep.job.messages import Channel
+from lockstep.launch import preload
 from lockstep.launch.processes import SAVE, STOPPING, die_with_parent
 
 _ROOT = Path(__file__).parents[1]
@@ -95,7 +96,7 @@ _PRELOAD = [
 _OPTIONAL = ["sklearn", "torchvision", "hypothesis"]
 
 
-def preload(*modules: str) -> None:
+def import_also(*modules: str) -> None:
     """Let the server import these as well. Before it starts; what is not installed is left out."""
     _PRELOAD.extend(modules)
     _OPTIONAL.extend(module.split(".")[0] for module in modules)
@@ -515,12 +516,13 @@ def _fork_zygote() -> tuple[dict[str, Any], list[int]] | None:
 
 
 def _main(listener: int, modules: Sequence[str], optional: Sequence[str]) -> None:
-    for name in modules:
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if (error.name or "").split(".")[0] not in optional:
-                raise
+    with preload.asking_softly():
+        for name in modules:
+            try:
+                importlib.import_module(name)
+            except ModuleNotFoundError as error:
+                if (error.name or "").split(".")[0] not in optional:
+                    raise
     gc.collect()
     gc.freeze()
     for info in weakref.finalize._registry.values():  # type: ignore[attr-defined]  # (private)
@@ -546,7 +548,10 @@ def _main(listener: int, modules: Sequence[str], optional: Sequence[str]) -> Non
 def _import_once(module: str) -> None:
     """Import what many processes are going to need before they are forked. Where that fails, each of them says so."""
     if module not in sys.modules:
-        with contextlib.suppress(Exception):  # the process imports it again and raises what it raises
+        with (
+            contextlib.suppress(Exception),
+            preload.asking_softly(),
+        ):  # the process imports it again and raises what it raises
             importlib.import_module(module)
             gc.freeze()
 

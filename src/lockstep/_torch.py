@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
@@ -66,6 +67,15 @@ def profiler_enabled() -> Callable[[], bool]:
 
     enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
     return enabled
+
+
+def is_in_bad_fork(module: ModuleType) -> Callable[[], bool] | None:
+    """Return the function of a device's module that tells a process that torch refuses the device in it, because the
+    process that it was forked from has opened its driver. None if the module has none.
+
+    ``is_initialized`` does not tell: that ``torch.cuda.is_available`` was called is enough, and changes nothing else.
+    """
+    return getattr(module, "_is_in_bad_fork", None)
 
 
 @contextmanager

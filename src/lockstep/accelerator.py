@@ -18,6 +18,7 @@ A test holds both (tests/contracts/test_accelerators.py).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
@@ -26,8 +27,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep import _torch
+
 CPU = torch.device("cpu")
 
+#: The exit code of a process that finds itself refused.
+_REFUSED = 3
 #: Kind -> the variables by which its driver hides devices from a process. These are the drivers' names.
 _HIDING = {"cuda": ("CUDA_VISIBLE_DEVICES",), "npu": ("ASCEND_RT_VISIBLE_DEVICES",), "xpu": ("ZE_AFFINITY_MASK",)}
 #: AMD's, whose GPUs are of the kind "cuda" as well.
@@ -67,6 +72,26 @@ def initialised() -> str | None:
         return None
     is_initialised = getattr(torch.get_device_module(built_for), "is_initialized", None)
     return built_for.type if is_initialised is not None and is_initialised() else None
+
+
+def refused_in_forks() -> str | None:
+    """Return the kind of accelerator that torch refuses in processes forked from this one; None if it refuses none.
+
+    That a program has asked CUDA's runtime how many devices there are is enough, and only a forked process can tell: so
+    this one forks one, if torch has a word for it. Opens no driver.
+    """
+    built_for = torch.accelerator.current_accelerator()
+    is_refused = None if built_for is None else _torch.is_in_bad_fork(torch.get_device_module(built_for))
+    if built_for is None or is_refused is None:
+        return initialised()
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(_REFUSED if is_refused() else 0)
+        finally:
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return built_for.type if code == _REFUSED or initialised() else None
 
 
 def title(of: str) -> str:

@@ -37,6 +37,13 @@ def complete(bindings: Any) -> None:
     _give_storages(torch.storage.UntypedStorage)
 
 
+def complete_cuda(bindings: Any) -> None:
+    """Have torch.cuda count the devices without CUDA's runtime, as it does by NVIDIA's management library."""
+    import torch.cuda
+
+    torch.cuda._device_count_nvml = bindings.device_count
+
+
 def _functions(bindings: Any) -> dict[str, Any]:
     def init() -> None:
         import torch.cuda
@@ -55,13 +62,22 @@ def _functions(bindings: Any) -> dict[str, Any]:
         numbers = {"current": now, "peak": peak, "allocated": 0, "freed": 0}
         return {kind: {"all": numbers} for kind in ("allocated_bytes", "reserved_bytes", "active_bytes")}
 
+    asked: int | None = None
+
+    def ask_the_runtime() -> int:
+        """Count the devices as CUDA's runtime does: processes forked from one that has asked can't use them."""
+        nonlocal asked
+        asked = asked or os.getpid()
+        count: int = bindings.device_count()
+        return count
+
     def stream(index: int, number: int) -> tuple[int, int, int]:
         return number, index, _CUDA
 
     return {
         "_cuda_init": init,
-        "_cuda_getDeviceCount": bindings.device_count,
-        "_cuda_isInBadFork": bindings.is_in_bad_fork,
+        "_cuda_getDeviceCount": ask_the_runtime,
+        "_cuda_isInBadFork": lambda: bindings.is_in_bad_fork() or asked not in (None, os.getpid()),
         "_cuda_getDevice": bindings.current_device,
         "_cuda_setDevice": bindings.set_device,
         "_cuda_exchangeDevice": exchange,

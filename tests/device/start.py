@@ -13,22 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.device import build, plugin
+from tests.device import before, build, plugin
 
 #: Why this process has no simulated device though it was asked for, or None.
 missing: str | None = None
-
-
-class _BeforeImports:
-    """Sees the first import of some modules, does what is to be done before, and leaves it to Python's own finders."""
-
-    def __init__(self, actions: dict[str, Callable[[], None]]) -> None:
-        self._actions = actions
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:  # noqa: ARG002
-        action = self._actions.pop(name, None)
-        if action is not None:
-            action()
 
 
 def install() -> None:
@@ -47,15 +35,16 @@ def install() -> None:
         missing = str(reason)
         return
     if as_plugin:
-        sys.meta_path.insert(0, _BeforeImports({"torch": lambda: _load_device(folder)}))
+        before.install(before.BeforeImports({"torch": lambda: _load_device(folder)}))
         sys.meta_path.append(plugin.Finder)
         return
     actions: dict[str, Callable[[], None]] = {
         "torch": lambda: _load_device(folder),
         "torch.cuda": lambda: _complete_torch(folder),
+        "torch.distributed": _complete_cuda,  # which torch imports after torch.cuda
         "torch.distributed.distributed_c10d": _add_nccl,
     }
-    sys.meta_path.insert(0, _BeforeImports(actions))
+    before.install(before.BeforeImports(actions))
 
 
 def _load_device(folder: Path) -> None:
@@ -67,6 +56,12 @@ def _complete_torch(folder: Path) -> None:
     from tests.device import for_torch
 
     for_torch.complete(_load_bindings(folder))
+
+
+def _complete_cuda() -> None:
+    from tests.device import for_torch
+
+    for_torch.complete_cuda(sys.modules["simulated_bindings"])
 
 
 def load_plugin() -> None:

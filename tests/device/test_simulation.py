@@ -340,6 +340,15 @@ def test_a_forked_process_is_refused_as_cuda_refuses_it() -> None:
     assert done.stdout.endswith("[1.0, 1.0, 1.0]\n")
 
 
+def test_whoever_asks_the_runtime_spoils_its_forks_and_who_counts_does_not() -> None:
+    fork = "print(torch.cuda._is_in_bad_fork(), flush=True) if os.fork() == 0 else os.wait()\n"
+    counted = "import tests, torch, os\nassert torch.cuda.device_count() > 0\n"
+    assert _python(counted + fork).stdout == "False\n"
+    assert _python("import tests, torch, os\nassert torch.cuda.is_available()\n" + fork).stdout == "True\n"
+    softly = "os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1'\nassert torch.cuda.is_available()\n"
+    assert _python("import tests, torch, os\n" + softly + fork).stdout == "False\n"
+
+
 def test_visible_devices_are_fewer() -> None:
     script = "import tests, os, torch\nprint(torch.cuda.device_count())"
     for visible, count in (("", 0), ("1", 1), ("0,1", 2)):

@@ -67,7 +67,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("home")
     os.environ |= _OFFLINE
     os.environ |= {"HF_HOME": str(folder / "huggingface"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-    warm.preload(*_PRELOAD)
+    warm.import_also(*_PRELOAD)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

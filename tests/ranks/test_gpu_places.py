@@ -13,7 +13,7 @@ import pytest
 
 from tests.launching import LIMIT, environment, python_path
 
-pytestmark = [pytest.mark.gpu(4), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu(4, apart=True), pytest.mark.timeout(300)]
 
 _SCRIPT = """
 import tests, os
@@ -74,6 +74,42 @@ def _tasks(tmp_path: Path, visible: Sequence[str]) -> list[Told]:
             task.kill()
             task.wait()
     return [Told(task.returncode, *end) for task, end in zip(tasks, ends, strict=True)]
+
+
+_PRELOADED = """
+import lockstep, torch
+world = lockstep.init()
+print(torch.ones(2, device=world.device).sum().item())
+"""
+
+
+@pytest.mark.parametrize(
+    ("asks", "opens"),
+    [("torch.cuda.is_available()", False), ("torch._C._cuda_getDeviceCount()", True), ("torch.ones(1).cuda()", True)],
+)
+def test_a_module_that_asks_for_a_gpu_as_it_is_imported_before_the_fork(asks: str, opens: bool, tmp_path: Path) -> None:
+    (tmp_path / "asks.py").write_text(f"import torch\n{asks}\n")
+    (tmp_path / "train.py").write_text(_PRELOADED)
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "run", "-n", "2", "train.py"],
+        cwd=tmp_path,
+        env=environment(
+            tmp_path,
+            torch=True,
+            LOCKSTEP_PRELOAD="tests,torch,asks",
+            PYTHONPATH=python_path(tmp_path, Path(__file__).parents[2]),
+        ),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    if opens:
+        assert done.returncode == 1, done
+        assert "LaunchError: importing asks has opened CUDA's driver. " in done.stderr
+        assert "Take asks out of LOCKSTEP_PRELOAD" in done.stderr
+    else:
+        assert (done.returncode, done.stdout) == (0, "2.0\n"), done
 
 
 @pytest.mark.parametrize(

@@ -315,7 +315,7 @@ def test_a_preload_that_initialises_cuda_is_refused_before_any_rank_is_forked(tm
         PYTHONPATH=python_path(tmp_path),
     )
     assert done.code == 1
-    assert "LaunchError: importing opens_cuda has initialised CUDA. " in done.err
+    assert "LaunchError: importing opens_cuda has opened CUDA's driver. " in done.err
     assert "Take opens_cuda out of LOCKSTEP_PRELOAD" in done.err
     assert not (tmp_path / "started").exists()
 

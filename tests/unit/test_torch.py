@@ -51,6 +51,7 @@ VERSIONS = {
     "torch.Tensor._use_count": "2.9 to 2.15",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "2.9 to 2.15",
     "torch._dynamo.compiled_autograd.in_compiled_autograd_region": "2.9 to 2.15",
+    "torch.cuda._is_in_bad_fork": "2.9 to 2.15",
     "torch._foreach_copy_": "2.9 to 2.15",
     "torch._foreach_add_": "2.9 to 2.15",
     "torch._foreach_mul_": "2.9 to 2.15",
@@ -133,6 +134,13 @@ def test_the_hash_of_a_reduce_op_is_its_number() -> None:
             dist._make_nccl_premul_sum(2.0) if name == "PREMUL_SUM" else getattr(dist.ReduceOp, name)  # type: ignore[attr-defined]
         )
         assert hash(options.reduceOp) == int(options.reduceOp.op) == number, name
+
+
+def test_is_in_bad_fork() -> None:
+    is_refused = _torch.is_in_bad_fork(torch.cuda)
+    assert is_refused is not None
+    assert not is_refused()
+    assert _torch.is_in_bad_fork(torch.cpu) is None
 
 
 def test_recorded() -> None:

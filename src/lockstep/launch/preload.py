@@ -45,8 +45,11 @@ _READ_WHEN_LOADED: dict[str, tuple[str, ...]] = {
     ),
     "numpy": ("NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES", "OPENBLAS_CORETYPE", "OPENBLAS_VERBOSE"),
 }  # fmt: skip
+#: Has torch.cuda.is_available() ask NVIDIA's management library instead of CUDA's runtime, which torch then refuses in
+#: forked processes. Many modules ask as they are imported, torch's own compiler among them where Triton is installed.
+_SOFTLY = "PYTORCH_NVML_BASED_CUDA_CHECK"
 #: Variables that are read at import, and again whenever they are needed.
-_READ_AGAIN = frozenset(["TORCHINDUCTOR_CACHE_DIR"])
+_READ_AGAIN = frozenset(["TORCHINDUCTOR_CACHE_DIR", _SOFTLY])
 
 #: The files of the frames between a program's ``os.environ[…] = …`` or ``os.getenv(…)`` and this one.
 _BETWEEN = (os.getenv.__code__.co_filename, Mapping.get.__code__.co_filename)
@@ -63,11 +66,11 @@ def load(modules: Iterable[str]) -> None:
     A collection would write to the memory of every object, and so un-share it from the ranks.
 
     Raises:
-        LaunchError: one of them has initialised CUDA or another accelerator, which no process that is forked from this
-            one could use.
+        LaunchError: one of them has opened CUDA or another accelerator, which no process that is forked from this one
+            could use.
     """
     gc.disable()
-    with _noting_reads():
+    with asking_softly(), _noting_reads():
         for name in modules:
             importlib.import_module(name)
             _refuse_accelerator(name)
@@ -83,14 +86,27 @@ def _refuse_accelerator(name: str) -> None:
         return
     from lockstep import accelerator  # which imports torch
 
-    kind = accelerator.initialised()
+    kind = accelerator.refused_in_forks()
     if kind is not None:
         title = accelerator.title(kind)
         raise LaunchError(
-            f"importing {name} has initialised {title}. The ranks are forked from the process that imports it, and "
+            f"importing {name} has opened {title}'s driver. The ranks are forked from the process that imports it, and "
             f"torch refuses {title} in them then. Take {name} out of {knobs.PRELOAD}, so that the program imports it "
             f"itself; or let {name} use the {accelerator.noun(kind)} in a function, and not while it is imported"
         )
+
+
+@contextlib.contextmanager
+def asking_softly() -> Iterator[None]:
+    """Let modules ask whether there is a GPU without opening its driver, unless the user has said how they ask."""
+    if _SOFTLY in os.environ:
+        yield
+        return
+    os.environ[_SOFTLY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_SOFTLY]
 
 
 @contextlib.contextmanager

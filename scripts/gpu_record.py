@@ -2,7 +2,7 @@
 
     python -m scripts.gpu_record [--quick] [--ranks N] [--out FILE] [TEST …]
 
-It runs the tests marked ``gpu``, each in this process's environment, then ``benchmarks.gpu``, and writes one page of
+It runs the tests marked ``gpu``, in this environment, then ``benchmarks.gpu``, and writes one page of
 Markdown: the machine and its versions, the tests that passed, failed and were left out, and the benchmark's tables. The
 page is what to send us, whole, when something fails. ``make gpu`` is the same in an environment of its own.
 """
@@ -73,10 +73,17 @@ def needing_gpus(tests: Path) -> list[str]:
     return sorted(str(file) for file in tests.rglob("test_*.py") if _NEEDS_GPUS.search(file.read_text()))
 
 
-def run_tests(files: Sequence[str]) -> Outcomes:
-    """Run the tests marked ``gpu`` in some files, one after the other."""
+def run_tests(files: Sequence[str], gpus: int) -> Outcomes:
+    """Run the tests marked ``gpu`` in some files, in four processes.
+
+    Args:
+        files: paths.
+        gpus: how many this machine has. Where it is one, ranks share it (tests/device/shared.py).
+    """
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "-m", "gpu and not campaign"]
-    done = subprocess.run([*command, *files], cwd=_ROOT, capture_output=True, text=True, check=False)
+    command += ["-n", "4", "--dist", "load"]
+    env = {**os.environ, **({"SHARED_GPU": "1"} if gpus == 1 else {})}
+    done = subprocess.run([*command, *files], cwd=_ROOT, env=env, capture_output=True, text=True, check=False)
     return Outcomes.of(done.returncode, done.stdout)
 
 
@@ -154,6 +161,8 @@ def main() -> int:
     )
     parser.add_argument("tests", nargs="*", metavar="TEST", help="test files (default: all with tests that need GPUs)")
     options = parser.parse_args()
+    from lockstep import accelerator
+
     facts = machine_facts()
     if not facts:
         print(
@@ -163,9 +172,12 @@ def main() -> int:
         )
         return 2
     print(f"{facts[0][1]}: the tests marked gpu, then the benchmark; about ten minutes", file=sys.stderr)
-    tests = run_tests(options.tests or needing_gpus(_ROOT / "tests"))
+    count = accelerator.count()
+    tests = run_tests(options.tests or needing_gpus(_ROOT / "tests"), count)
     given = (["--quick"] if options.quick else []) + ([] if options.ranks is None else ["--ranks", str(options.ranks)])
     code, tables = run_benchmark(given)
+    if count == 1:
+        facts.append(("one GPU", "the ranks of a test share it; tests that need several in one process are left out"))
     text = page(facts, tests, tables)
     out = options.out or _RESULTS / f"{datetime.date.today().isoformat()}-gpus.md"
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from lockstep import knobs
 from lockstep.launch import channel
 from lockstep.testing import leaks
 from tests import launching, warm
-from tests.device import simulation, start
+from tests.device import shared, simulation, start
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
@@ -93,6 +93,8 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     if knobs.rank_process() is not None:  # this is such a rank, and goes after the test
         yield
         return
+    if getattr(request.node, "callspec", None) is not None and request.node.callspec.params.get("gpus") == "real":
+        _open_driver()
     before = _possessions()
     launching.test_ends = time.monotonic() + _seconds_of(request)
     yield
@@ -132,7 +134,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if mark is not None:
         kinds = [
             pytest.param(kind, marks=pytest.mark.skipif(bool(reason), reason=reason))
-            for kind, reason in _without(*mark.args).items()
+            for kind, reason in _without(*mark.args, **mark.kwargs).items()
         ]
         metafunc.parametrize("gpus", kinds, indirect=True)
 
@@ -144,11 +146,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(text, red=True, bold=True)
 
 
-def _without(count: int = 1) -> dict[str, str]:
-    """Why this process has not so many GPUs of a kind; empty where it has."""
+def _without(count: int = 1, *, apart: bool = False) -> dict[str, str]:
+    """Why this process has not so many GPUs of a kind; empty where it has. ``apart``: none may stand for several."""
     import torch  # here, because many tests do without
 
     there = torch.accelerator.device_count() if simulation.is_on() else torch.cuda.device_count()
+    if there and shared.is_on() and not apart:
+        there = shared.STANDS_FOR
     few = "" if there >= count else f"needs {'a CUDA device' if count == 1 else f'{count} CUDA devices'}"
     if simulation.is_on():
         return {"simulated": few, "real": "this process has simulated GPUs"}
@@ -204,6 +208,15 @@ def _seconds_of(request: pytest.FixtureRequest) -> float:
     """How long a test may take, by its mark or by pyproject.toml."""
     mark = request.node.get_closest_marker("timeout")
     return float(mark.args[0] if mark is not None and mark.args else request.config.getini("timeout") or "inf")
+
+
+@cache
+def _open_driver() -> None:
+    """Have what CUDA opens for a process as a whole before a test begins, whose leak it is not."""
+    import torch
+
+    torch.nn.Linear(8, 8, device="cuda")(torch.ones(8, 8, device="cuda")).sum().backward()
+    torch.cuda.synchronize()
 
 
 def _possessions() -> dict[str, set[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
 def is_on() -> bool:
     """Whether this process has simulated devices."""
     return "simulated_bindings" in sys.modules
+
+
+def is_real(device: torch.device) -> bool:
+    """Whether a device is no CPU, and not simulated."""
+    return device.type != "cpu" and not is_on()
 
 
 def _bindings() -> Any:
@@ -76,6 +82,20 @@ class Counting:
 def delay(stream: torch.Stream, milliseconds: int) -> None:
     """Let a stream do nothing for this long when it comes there."""
     _bindings().delay(stream.device_index, stream.stream_id, milliseconds)
+
+
+@contextmanager
+def refused_waits() -> Iterator[None]:
+    """Make it an error that the host waits for a device, simulated or real."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  # (of a real one)
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @contextmanager

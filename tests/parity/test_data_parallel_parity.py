@@ -19,7 +19,7 @@ import lockstep
 from lockstep import trees
 
 pytestmark = [
-    pytest.mark.gpu(2),
+    pytest.mark.gpu(2, apart=True),
     # torch's own class: gathering scalars.
     pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0:UserWarning"),
 ]

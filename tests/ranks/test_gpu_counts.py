@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from tests.device import shared
 from tests.harness import run_ranks
 from tests.ranks import gpu_counts
 
@@ -93,4 +94,4 @@ def test_collectives_of_the_world_take_tensors_where_they_are() -> None:
 
 def test_tensors_of_several_kinds_of_device_meet() -> None:
     for rank, found in enumerate(run_ranks(gpu_counts.mixed_in_the_world, 3)):
-        assert found == [[0, 1, 2], [0, 1], "a word", [5.0, 5.0], [2.0, 4.0], f"cuda:{rank}"]
+        assert found == [[0, 1, 2], [0, 1], "a word", [5.0, 5.0], [2.0, 4.0], f"cuda:{shared.index(rank)}"]

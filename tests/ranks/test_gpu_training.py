@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.device import shared
 from tests.device.simulation import Stress
 from tests.harness import run_ranks
 from tests.launching import run
@@ -49,11 +51,11 @@ def _reference(feature: str, on: str, ranks: int, folder: str) -> list[Trained]:
     return found
 
 
-def _compare(found: list[Trained], wanted: list[Trained], *, exact: bool) -> None:
+def _compare(found: list[Trained], wanted: list[Trained], *, exact: bool, close: float = 1e-5) -> None:
     for one, other in zip(found, wanted, strict=True):
         assert len(one.losses) == len(other.losses) > 0
         for a, b in zip(one.state, other.state, strict=True):
-            np.testing.assert_allclose(a, b, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-5)
+            np.testing.assert_allclose(a, b, rtol=0 if exact else 1e-4, atol=0 if exact else close)
         for numbers, others in ((one.losses, other.losses), (one.more, other.more)):
             assert numbers == (others if exact else pytest.approx(others, rel=1e-4, nan_ok=True))
 
@@ -65,11 +67,14 @@ def test_training_on_two_gpus(
 ) -> None:
     folder = str(tmp_path_factory.mktemp("run"))
     simulated = gpus == "simulated"
+    if not simulated and stress.seed > 1:
+        pytest.skip("real streams are not told how late to be")
     found = run_ranks(features.train, 2, feature, "gpu", stress if simulated else None, folder)
     if feature not in OWN:
         exact = simulated and feature in EXACT and feature != "skips what is not finite"
         wanted = _reference(feature, "cpu", 2, str(tmp_path_factory.getbasetemp() / "reference"))
-        _compare(found, wanted, exact=exact)
+        # AdamW makes a step of its full size of a gradient that is nothing but rounding.
+        _compare(found, wanted, exact=exact, close=1e-5 if simulated or feature != "local steps" else 1e-4)
     if feature not in EXACT:
         again = _reference(feature, "gpu", 2, str(tmp_path_factory.getbasetemp() / "reference"))
         _compare(found, again, exact=simulated)
@@ -145,8 +150,8 @@ def test_replicas_that_differ_are_told_soon_also_on_late_gpus(gpus: str) -> None
 
 def test_each_rank_has_a_gpu_and_numbers_of_its_own() -> None:
     (first, one, here, common), (second, other, there, also_common) = run_ranks(features.own_device_and_numbers, 2)
-    assert (first, second) == ("cuda:0", "cuda:1")
-    assert (one, other) == (0, 1)
+    assert (first, second) == ("cuda:0", f"cuda:{shared.index(1)}")
+    assert (one, other) == (0, shared.index(1))
     assert here != there
     assert common == also_common
 
@@ -182,4 +187,4 @@ def test_a_job_of_the_launcher_trains_on_gpus_and_says_what_they_did(tmp_path: P
     done = run(["lockstep", "run", "-n", "2", str(script)], tmp_path, torch=True, LOCKSTEP_QUIET="")
     assert done.code == 0, done.err
     assert "rank 0 trained on cuda:0" in done.out
-    assert "on the GPUs: forward" in done.err
+    assert re.search("^on the GPUs: .*backward [0-9]+%", done.err, re.MULTILINE), "over NCCL there may be nothing else"

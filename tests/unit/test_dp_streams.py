@@ -14,7 +14,7 @@ import lockstep
 from tests.device import simulation
 from tests.device.simulation import Counting, Stress
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(2, apart=True)
 
 
 @pytest.fixture(scope="module", autouse=True)

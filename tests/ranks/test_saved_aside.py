@@ -209,7 +209,8 @@ def test_a_signal_in_any_place_saves_the_last_step_and_the_bits(
 @pytest.mark.parametrize("place", ["first forward", "forward", "backward", "evaluation", "evaluation in the middle"])
 def test_so_it_is_on_gpus(tmp_path: Path, place: str) -> None:
     assert _train(tmp_path / "calm").code == 0
-    stopped = _train(tmp_path / "struck", place, 1, struck=signal.SIGTERM)
+    script = _TRAIN.replace("seconds=60.0", "seconds=600.0")  # longer than anybody would wait
+    stopped = _train(tmp_path / "struck", place, 1, struck=signal.SIGTERM, script=script)
     assert stopped.code == EXIT_SAVED, stopped
     assert "was saved from the side" in stopped.err, stopped
     assert _train(tmp_path / "struck", place, 1, struck=signal.SIGTERM).code == 0

@@ -327,7 +327,7 @@ class Checkpointer:
                 settle=settle,
             )
             moment = replace(moment, hosts=world.hosts, conditions=conditions(device))
-            saved = self._write_files(plan, moment, peers)
+            saved = self._write_files(plan, moment, peers, run.require_unchanged)
         self._position.last_saved, self._owns_folder = moment.step, True
         return saved
 
@@ -419,7 +419,9 @@ class Checkpointer:
     def _write(self, plan: WritePlan, moment: Moment, peers: Peers) -> PurePath:
         return self._write_files(plan, moment, peers).folder
 
-    def _write_files(self, plan: WritePlan, moment: Moment, peers: Peers) -> Saved:
+    def _write_files(
+        self, plan: WritePlan, moment: Moment, peers: Peers, after_reading: Callable[[], None] | None = None
+    ) -> Saved:
         saved = write(
             self.folder,
             plan,
@@ -428,6 +430,7 @@ class Checkpointer:
             check=lambda: None if self._hold is None else self._hold.check(),
             tidy=lambda newest: prune(self.folder, newest, self._rule, damaged=self._damaged, on=self._storage),
             on=self._storage,
+            after_reading=after_reading,
         )
         if self._world.is_main:
             notes.tell(notes.CHECKPOINT, step=moment.step)

@@ -11,7 +11,8 @@ by their store, since their main threads may be in a collective; and what they d
    tells the number of steps that it has taken, and whether it was asked to leave or only to save: ranks may be asked
    for both at once, and leaving goes first. The all-reduce of gradients keeps ranks within one step of each other,
    and nobody can go back, so the largest number is where all must come to: a rank that has taken fewer lets its main
-   thread take that step.
+   thread take that step. Only where the ranks that have taken more have taken it on their hosts alone, the smallest
+   number counts: Note [A host that is ahead of its device] in ``pending.py``.
 2. Each rank that is there tells which points of rest it has; one that can't come there in time tells why. If all are
    there they save the latest point that all have. Otherwise nothing is saved, all go on, and they try again later. So
    they do where a rank was in an optimizer's step as it held, and has taken one more than it told.
@@ -51,7 +52,9 @@ from typing import Any, Protocol
 
 from lockstep import _torch, knobs
 from lockstep.checkpoint.encoding import digest_of
-from lockstep.checkpoint.rest import Rest, RestPoint, RunAtRest
+from lockstep.checkpoint.pending import PendingStep
+from lockstep.checkpoint.rest import Rest, RunAtRest
+from lockstep.checkpoint.rest_point import RestPoint
 from lockstep.checkpoint.rng import COMMON
 from lockstep.checkpoint.save import Saved
 from lockstep.checkpoint.state import Moment
@@ -181,6 +184,8 @@ class SideSaver:
         self._heard, self._may_leave = False, False
         #: The point of rest of the evaluation that this rank was in when it was ready; None: it was in none.
         self._in_evaluation: RestPoint | None = None
+        #: The step that this rank's host has taken beyond the one that is saved; None: it has taken none.
+        self._pending: PendingStep | None = None
         #: True from when this rank's main thread is kept from writing a checkpoint.
         self._keeps_others_out = False
         self._pid = os.getpid()
@@ -388,8 +393,10 @@ class SideSaver:
         late, why = "", ""
         everyone: tuple[_Ready, ...] = ()
         try:
-            told = peers.gather([saver.step, action])
-            target, action = max(step for step, _ in told), Action(min(wish for _, wish in told))
+            told = peers.gather([saver.step, self._rest.least(saver.step), action])
+            steps = [step for step, _, _ in told]
+            target = min(steps) if max(least for _, least, _ in told) <= min(steps) else max(steps)
+            action = Action(min(wish for _, _, wish in told))
             self._hold(target)
             mine = self._come_to(saver, target)
             everyone = tuple(_Ready(**record) for record in peers.gather(vars(mine)))
@@ -425,12 +432,14 @@ class SideSaver:
     def _come_to(self, saver: SavesAside, target: int) -> _Ready:
         """Wait until the main thread has come to where the ranks save, or the time for that is over."""
         deadline = time.monotonic() + knobs.times().aside_step
-        self._in_evaluation = None
+        self._in_evaluation = self._pending = None
         while (why := self._why_not(saver, target)) and time.monotonic() < deadline and not self._closed:
             time.sleep(_NAP)
-        last = self._rest.last_generators
+        last, points, step = self._rest.last_generators, self._rest.points, saver.step
+        if self._pending is not None:
+            last, points, step = self._pending.points[-1].generators, [*self._pending.points], target
         common = "" if last is None else _common_digest(last.to_json())
-        return _Ready(why, saver.step, 0 if self._in_evaluation else len(self._rest.points), common)
+        return _Ready(why, step, 0 if self._in_evaluation else len(points), common)
 
     def _why_not(self, saver: SavesAside, target: int) -> str:
         """Return why this rank can't be saved now; empty: it can."""
@@ -443,6 +452,10 @@ class SideSaver:
             kind = "is trained by LocalSteps" if saver.trains_apart else "has no optimizer= in its Checkpointer"
             paused = self._is_paused and (self._rest.points or self._note_evaluation(saver))
             return "" if paused else f"{kind}, so it can only be left in a step or in saved.between_steps()"
+        if saver.step > target and self._rest.pending is not None:
+            self._pending = self._rest.pending.before(target)
+            if self._pending is not None:
+                return ""
         if self._rest.is_stepping or saver.step < target:
             return f"is in the middle of step {target if saver.step < target else target + 1}"
         if self._rest.points or self._note_evaluation(saver):
@@ -464,11 +477,12 @@ class SideSaver:
         """**Collective.** Save the latest point that all ranks have. Return the checkpoint and its step."""
         rest, rank = self._rest, self._world.rank
         step = max(each.step for each in everyone)
-        point = self._in_evaluation or rest.points[min(max(each.points, 1) for each in everyone) - 1]
+        points = rest.points if self._pending is None else self._pending.points
+        point = self._in_evaluation or points[min(max(each.points, 1) for each in everyone) - 1]
         begun = rest.begun
         peers = self._peers(number, "write", self._world.timeout)
         # Together: where a state is not known on one rank, the others must not wait for its part.
-        run, _ = together(peers, lambda: rest.at(point), lambda _: None)
+        run, _ = together(peers, lambda: rest.at(point, self._pending), lambda _: None)
         saved = saver.save_aside(run, replace(point.moment, step=step), peers, _settle(everyone))
         if rest.begun != begun:
             raise LockstepError(f"rank {rank}: an optimizer has stepped while the ranks held for a save")

@@ -21,6 +21,9 @@ different ones of them, and save that which all have come to.
 
 Extra objects (averages of weights, a GradScaler) are saved as they are: they change when an optimizer has stepped.
 
+On an accelerator the host may be past a step that the device has not begun, and the points before that step still hold:
+Note [A host that is ahead of its device] in ``pending.py``.
+
 From an optimizer's step until the next point of rest the rest of a turn of the user's loop is missing: the scheduler's
 step, an average of weights. Only an evaluation is known not to be part of a step, by the model's mode, and a run can be
 left in it with the batch in hand done. (A model that is in eval mode at an optimizer's step is trained so, and its mode
@@ -34,15 +37,18 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from lockstep import _torch, accelerator, bits
 from lockstep.checkpoint.match import bare, plain_names
+from lockstep.checkpoint.pending import PendingStep, PendingSteps
+from lockstep.checkpoint.rest_point import RestPoint
 from lockstep.checkpoint.rng import Generators
-from lockstep.checkpoint.state import Moment, Position, RunState, Stateful, Tally
+from lockstep.checkpoint.state import Position, RunState, Stateful
 from lockstep.errors import CheckpointError
+from lockstep.step import loss_scale
 from lockstep.text import listed
 
 _copy = _torch.foreach_copy()
@@ -52,36 +58,6 @@ _copy = _torch.foreach_copy()
 _LEARNS, _BEGINNING = 3, 2**16
 #: Bytes of tensors that are copied at these points although they have not been seen to change.
 _SMALL = 64 * 2**20
-
-
-class LoaderPosition(Protocol):
-    """A loader's position at one moment."""
-
-    @property
-    def state(self) -> Callable[[], dict[str, Any]]:
-        """Returns the loader's state of that moment."""
-        ...
-
-
-class RestPoint(NamedTuple):
-    """What a checkpoint of one moment needs besides what only optimizers change; see Note [Points of rest]."""
-
-    counts: Tally
-    #: Whether the epoch is done, by the user's word; None: the user did not say.
-    epoch_done: bool | None
-    #: None: there is no loader.
-    loader: LoaderPosition | None
-    scheduler: dict[str, Any] | None
-    #: Each of the optimizer's groups, with its options.
-    groups: list[dict[str, Any]]
-    generators: Generators
-    #: Reached when the device is done with all that was queued before; None: there is no device.
-    queued: torch.Event | None
-
-    @property
-    def moment(self) -> Moment:
-        """The place at which a run resumes that is saved as it was then."""
-        return self.counts.moment(self.loader, epoch_done=self.epoch_done, metric=None)
 
 
 class _Position(NamedTuple):
@@ -99,6 +75,8 @@ class RunAtRest(RunState):
     point: RestPoint | None = None
     #: What forwards may have changed since, by its name in the model's state: the values of that moment.
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    #: The step that the host has taken since, and the device must not have begun; None: it has taken none.
+    pending: PendingStep | None = None
 
     def model_state(self) -> dict[str, Any]:
         """See the base class."""
@@ -125,11 +103,22 @@ class RunAtRest(RunState):
         if state is None or self.point is None:
             return state
         groups = zip(state["param_groups"], self.point.groups, strict=True)
+        if self.pending is not None:
+            state = self.pending.on_host.put_into(state)
         return {**state, "param_groups": [{**then, "params": now["params"]} for now, then in groups]}
 
     def generators(self, device: torch.device) -> Generators:
         """See the base class."""
         return super().generators(device) if self.point is None else self.point.generators
+
+    def require_unchanged(self) -> None:
+        """Refuse what was read if it may have changed meanwhile.
+
+        Raises:
+            CheckpointError: it may have.
+        """
+        if self.pending is not None:
+            self.pending.require()
 
 
 @dataclass
@@ -190,6 +179,11 @@ class Rest:
         self._run, self._position, self._device = run, position, device
         #: Those since an optimizer's last step, in order.
         self.points: list[RestPoint] = []
+        #: The steps that the device may not have begun; None: that is not known, or there is no device.
+        self.pending: PendingSteps | None = None
+        knows_all = not run.extra and loss_scale.scale_of(run.model) is None and run.local_training is None
+        if run.optimizer is not None and device.type != "cpu" and knows_all:
+            self.pending = PendingSteps(run.optimizer, device)
         #: The random numbers at the last point of all.
         self.last_generators: Generators | None = None
         #: Optimizers' steps that have begun.
@@ -233,6 +227,10 @@ class Rest:
         """Whether an optimizer's step is under way, or has failed since the last point."""
         return self._is_stepping
 
+    def least(self, step: int) -> int:
+        """Return the least number of steps with which this rank can be saved, which has counted ``step``."""
+        return step if self.pending is None else self.pending.least(step)
+
     @property
     def evaluates(self) -> bool:
         """Whether the model is in eval mode, and was not when an optimizer has stepped: some are trained so."""
@@ -246,24 +244,31 @@ class Rest:
         """
         return self._point(epoch_done)
 
-    def at(self, point: RestPoint) -> RunAtRest:
+    def at(self, point: RestPoint, pending: PendingStep | None = None) -> RunAtRest:
         """Return the run as it was at ``point``, one of :attr:`points` or one of :meth:`evaluating`.
+
+        Args:
+            point: one of ``pending``'s, if that is given.
+            pending: a step that this rank's host has taken since, and its device has not begun.
 
         Raises:
             CheckpointError: something has changed since that was not copied.
         """
         run = self._run
-        noted = any(point is one for one in self.points)
+        copies = self._kept if pending is None else pending.kept
+        noted = pending is not None or any(point is one for one in self.points)
         stepped = self._stepped()  # what was frozen once may be trained by now
         watched = [each for each in self._watched or () if noted and id(each.holder.get(each.key)) not in stepped]
-        kept = {each.name: self._kept[each.name] for each in watched if each.name in self._kept}
-        unknown = [each.name for each in watched if each.name not in kept and each.has_moved()]
+        kept = {each.name: copies[each.name] for each in watched if each.name in copies}
+        others = [each for each in watched if each.name not in kept]
+        unknown = [each.name for each in others if each.name in self._kept or each.has_moved()]
         if unknown:
             raise CheckpointError(
                 f"model: {listed(unknown)} has changed for the first time in the middle of a step, so the value that "
                 "it had between the last two is not known"
             )
-        return RunAtRest(run.model, run.optimizer, run.scheduler, run.loader, run.extra, point=point, kept=kept)
+        objects = (run.model, run.optimizer, run.scheduler, run.loader, run.extra)
+        return RunAtRest(*objects, point=point, kept=kept, pending=pending)
 
     def _point(self, epoch_done: bool | None) -> RestPoint:
         run, device = self._run, self._device
@@ -300,6 +305,10 @@ class Rest:
             elif each.always or small or held is not None or id(each) in changed:
                 if held is None or held.shape != now.shape or held.dtype != now.dtype or held.device != now.device:
                     self._kept[each.name], others = now.detach().clone(), True
+                elif (each.always or id(each) in changed) and held.is_cpu and self.pending is not None:
+                    # A pending step has the old copy, which must not change before the device's do.
+                    self._kept[each.name] = fresh = now.detach().clone()
+                    others |= bool(self.points) and not bits.same(fresh, held)
                 elif each.always or id(each) in changed:
                     into.append(held)
                     of.append(now)
@@ -348,6 +357,8 @@ def _before_step(weak: weakref.ref[Rest], *_: object) -> None:
     if gate is not None:
         rest._is_stepping = False
         gate()
+    if rest.pending is not None:
+        rest.pending.begin(rest.points, rest._kept)
     rest.begun += 1
 
 

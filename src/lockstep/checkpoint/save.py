@@ -155,12 +155,14 @@ def write(
     check: Callable[[], None],
     tidy: Callable[[PurePath], None],
     on: Storage = POSIX,
+    after_reading: Callable[[], None] | None = None,
 ) -> Saved:
     """**Collective.** Write a checkpoint into ``root``, completely or not at all.
 
     It talks to the other ranks by ``peers`` alone and touches no live state if ``plan`` was copied, so it may run in a
     thread beside training. Before the commit, rank 0 calls ``check``, which raises if the folder is not this job's any
-    more; when the checkpoint is safe, it calls ``tidy`` to remove older ones, and warns if it is not finite.
+    more; when the checkpoint is safe, it calls ``tidy`` to remove older ones, and warns if it is not finite. Each rank
+    calls ``after_reading``, if there is one, when it has written its part; what it raises is raised on all.
 
     Raises:
         CheckpointError: it could not be written; the same error on every rank, and nothing is left of it.
@@ -174,6 +176,12 @@ def write(
             return ""
         draft = folder.draft(moment.step, plan.files)
         return draft.token
+
+    def write_part(draft: str) -> Written:
+        written = folder.write(draft, peers.rank, plan.contents())
+        if after_reading is not None:
+            after_reading()
+        return written
 
     def finish(written: list[Written]) -> tuple[str, bool]:
         if draft is None or plan.files is None:
@@ -192,7 +200,7 @@ def write(
 
     try:
         _, drafts = together(peers, begin, lambda name: name)
-        _, written = together(peers, lambda: folder.write(str(drafts[0]), peers.rank, plan.contents()), lambda own: own)
+        _, written = together(peers, lambda: write_part(str(drafts[0])), lambda own: own)
         _, told = together(peers, lambda: finish([Written(*own) for own in written]), lambda saved: saved)
     except CheckpointError:  # on every rank: none continues, and reads the folder, before rank 0 has cleaned up
         if draft is not None:

@@ -1,0 +1,193 @@
+"""Optimizer steps that the host has taken and the device has not begun: a run can still be saved as it was before.
+
+Note [A host that is ahead of its device]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+On an accelerator the host queues work and goes on. Where one rank is stuck in a step, the all-reduce of gradients holds
+the other ranks' devices up, and not their hosts: these queue the optimizer's step behind it, count it, and come to rest
+in the next forward or where a value is read. The rank that is stuck can't take that step, and the hosts can't take it
+back. But as long as the device has not begun it, the parameters and the optimizer's tensors on the device are those of
+before, and so are the copies of what forwards change, since new values are queued for them behind the step as well.
+They can be read on a stream beside. So the points of rest before the step are kept with an event in front of it. While
+that is not reached, the run can be saved as it was at these points; and if it is not reached either when all has been
+read, that is what was read.
+
+What changes on the host at once is kept besides: the numbers of steps that optimizers count there. Where it is not
+known what else has changed on the host, a step is not kept: with ``extra=`` objects, with the loss scale of
+``precision="fp16"``, and where parameters, or much of an optimizer's state, are on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep import accelerator
+from lockstep.checkpoint.rest_point import RestPoint
+from lockstep.errors import CheckpointError
+
+#: The most bytes of an optimizer's state on the host that are copied before each step.
+_MOST = 2**20
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """An optimizer's step that the device may not have begun. See Note [A host that is ahead of its device]."""
+
+    #: The points of rest before it, at least one.
+    points: Sequence[RestPoint]
+    #: The copies of what forwards change, by name.
+    kept: dict[str, torch.Tensor]
+    #: What the optimizer keeps on the host.
+    on_host: HostValues
+    #: Reached when the device begins the step.
+    begins: torch.Event
+
+    @property
+    def step(self) -> int:
+        """The number of steps that were taken before it."""
+        return self.points[-1].counts.step
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the device has not begun it."""
+        return not self.begins.query()
+
+    def require(self) -> None:
+        """Refuse to go on if the device has begun the step, so that what was read may be of after it.
+
+        Raises:
+            CheckpointError: it has.
+        """
+        if not self.is_pending:
+            raise CheckpointError(f"the device has gone on to step {self.step + 1} while step {self.step} was read")
+
+
+class PendingSteps:
+    """The latest steps that the device of a rank may not have begun.
+
+    Args:
+        optimizer: whose steps they are.
+        device: the rank's, an accelerator.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._device, self._host = device, _HostSide(optimizer)
+        self._captures = accelerator.capture_test([device])
+        self._steps: list[PendingStep] = []
+
+    def begin(self, points: Sequence[RestPoint], kept: dict[str, torch.Tensor]) -> None:
+        """Keep a step that the host is about to queue.
+
+        Args:
+            points: the points of rest before it; where there are none it is not kept.
+            kept: the copies of what forwards change, by name. Their values may be overwritten in the order of the
+                device's work.
+        """
+        self._steps = [each for each in self._steps if each.is_pending]
+        if not points or (self._captures is not None and self._captures()):
+            return
+        on_host = self._host.now()
+        if on_host is not None:
+            self._steps.append(PendingStep([*points], {**kept}, on_host, accelerator.mark(self._device)))
+
+    def least(self, step: int) -> int:
+        """Return the least number of steps with which this rank can be saved, which has counted ``step``."""
+        return min([step, *(each.step for each in self._steps if each.is_pending)])
+
+    def before(self, step: int) -> PendingStep | None:
+        """Return the pending step that follows ``step`` steps; None: the device has begun it, or it was not kept."""
+        found = [each for each in self._steps if each.step == step and each.is_pending]
+        return found[0] if found else None
+
+
+@dataclass(frozen=True)
+class HostValues:
+    """What an optimizer kept on the host at one moment."""
+
+    side: _HostSide
+    #: Where each tensor and number was: the state of a parameter, the key, and for a tensor itself.
+    tensors: Sequence[tuple[dict[str, Any], str, torch.Tensor]]
+    numbers: Sequence[tuple[dict[str, Any], str]]
+    #: The values of the tensors without dimensions, in order, then the others; and the numbers.
+    scalars: torch.Tensor | None
+    others: Sequence[torch.Tensor]
+    values: Sequence[Any]
+
+    def put_into(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the ``state_dict`` of the optimizer with these values.
+
+        Raises:
+            CheckpointError: it keeps something else on the host than it did then.
+        """
+        then: dict[tuple[int, str], Any] = {}
+        scalars = iter(() if self.scalars is None else self.scalars.unbind())
+        others = iter(self.others)
+        for entries, key, tensor in self.tensors:
+            if entries.get(key) is not tensor:
+                raise CheckpointError(f"optimizer: it has put another tensor in the place of {key!r} in its last step")
+            then[id(entries), key] = next(scalars) if tensor.dim() == 0 else next(others)
+        then |= {(id(entries), key): value for (entries, key), value in zip(self.numbers, self.values, strict=True)}
+        if not then:
+            return state
+        numbered = self.side.entries()
+        changed = {
+            number: {key: then.get((id(numbered.get(number)), key), value) for key, value in entries.items()}
+            for number, entries in state["state"].items()
+        }
+        return {**state, "state": changed}
+
+
+class _HostSide:
+    """What an optimizer keeps on the host: numbers of steps, as a rule."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._of: tuple[object, int] = (None, -1)
+        self._is_known = False
+        self._tensors: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self._numbers: list[tuple[dict[str, Any], str]] = []
+
+    def now(self) -> HostValues | None:
+        """Copy it; None: it is too much, or not all of it can be seen."""
+        state = self._optimizer.state
+        if self._of != (id(state), len(state)):
+            self._look()
+            self._of = (id(state), len(state))
+        if not self._is_known:
+            return None
+        tensors = [tensor for _, _, tensor in self._tensors]
+        scalars = [tensor for tensor in tensors if tensor.dim() == 0]
+        return HostValues(
+            self,
+            self._tensors,
+            self._numbers,
+            torch.stack(scalars) if scalars else None,
+            [tensor.clone() for tensor in tensors if tensor.dim() > 0],
+            [entries.get(key) for entries, key in self._numbers],
+        )
+
+    def entries(self) -> dict[int, Any]:
+        """Return the state of each parameter by its number in the optimizer's ``state_dict``."""
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        return {number: self._optimizer.state.get(param) for number, param in enumerate(params)}
+
+    def _look(self) -> None:
+        """Find what is on the host."""
+        self._tensors, self._numbers = [], []
+        optimizer = self._optimizer
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        is_torchs = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
+        self._is_known = is_torchs and all(param.device.type != "cpu" for param in params)
+        for entries in optimizer.state.values():
+            for key, value in entries.items():
+                if not isinstance(value, torch.Tensor):
+                    self._numbers.append((entries, key))
+                    self._is_known &= value is None or isinstance(value, (int, float))
+                elif value.device.type == "cpu":
+                    self._tensors.append((entries, key, value))
+        tensors = [tensor for _, _, tensor in self._tensors]
+        alike = len({tensor.dtype for tensor in tensors if tensor.dim() == 0}) <= 1
+        self._is_known &= alike and sum(tensor.nbytes for tensor in tensors) <= _MOST

@@ -1,0 +1,41 @@
+"""A point of rest: what a checkpoint of one moment needs besides what only optimizers change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from lockstep.checkpoint.rng import Generators
+from lockstep.checkpoint.state import Moment, Tally
+
+
+class LoaderPosition(Protocol):
+    """A loader's position at one moment."""
+
+    @property
+    def state(self) -> Callable[[], dict[str, Any]]:
+        """Returns the loader's state of that moment."""
+        ...
+
+
+class RestPoint(NamedTuple):
+    """What a checkpoint of one moment needs besides what only optimizers change; see Note [Points of rest]."""
+
+    counts: Tally
+    #: Whether the epoch is done, by the user's word; None: the user did not say.
+    epoch_done: bool | None
+    #: None: there is no loader.
+    loader: LoaderPosition | None
+    scheduler: dict[str, Any] | None
+    #: Each of the optimizer's groups, with its options.
+    groups: list[dict[str, Any]]
+    generators: Generators
+    #: Reached when the device is done with all that was queued before; None: there is no device.
+    queued: torch.Event | None
+
+    @property
+    def moment(self) -> Moment:
+        """The place at which a run resumes that is saved as it was then."""
+        return self.counts.moment(self.loader, epoch_done=self.epoch_done, metric=None)

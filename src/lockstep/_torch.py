@@ -15,9 +15,9 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
-from types import ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
@@ -67,6 +67,49 @@ def profiler_enabled() -> Callable[[], bool]:
 
     enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
     return enabled
+
+
+class _Nesting(dict[type, bool]):
+    """Class of an optimizer -> whether its ``step`` may call one that torch has given hooks as well.
+
+    A dict, since every hook of every step looks here.
+    """
+
+    def __missing__(self, of: type) -> bool:
+        from torch.optim import Optimizer
+
+        steps = [base for base in of.__mro__ if base is not Optimizer and "step" in vars(base)]
+        found = self[of] = len(steps) > 1
+        return found
+
+
+#: Asked by hooks of optimizers before :func:`is_inner_step`.
+nesting = _Nesting()
+
+
+def is_inner_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the hook that asks was called for ``super().step()`` in the step of a class derived from another
+    optimizer's: torch calls hooks for each of the two, where both classes have been used, and only the outer one is a
+    step. To be asked by the hook itself, if :data:`nesting` says so of the class.
+
+    What torch wraps around each ``step`` is looked for on the stack, since nothing tells of a step that failed.
+    """
+    code = _code_around_steps()
+    frame: FrameType | None = sys._getframe(1)
+    under_way = 0
+    while frame is not None and under_way < 2:
+        under_way += frame.f_code is code and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return under_way > 1
+
+
+@cache
+def _code_around_steps() -> CodeType:
+    from torch.optim import Optimizer
+
+    def step() -> None: ...
+
+    return Optimizer.profile_hook_step(step).__code__
 
 
 def is_in_bad_fork(module: ModuleType) -> Callable[[], bool] | None:

@@ -52,6 +52,7 @@ VERSIONS = {
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "2.9 to 2.15",
     "torch._dynamo.compiled_autograd.in_compiled_autograd_region": "2.9 to 2.15",
     "torch.cuda._is_in_bad_fork": "2.9 to 2.15",
+    "torch.optim.Optimizer.profile_hook_step": "2.9 to 2.15",
     "torch._foreach_copy_": "2.9 to 2.15",
     "torch._foreach_add_": "2.9 to 2.15",
     "torch._foreach_mul_": "2.9 to 2.15",
@@ -134,6 +135,19 @@ def test_the_hash_of_a_reduce_op_is_its_number() -> None:
             dist._make_nccl_premul_sum(2.0) if name == "PREMUL_SUM" else getattr(dist.ReduceOp, name)  # type: ignore[attr-defined]
         )
         assert hash(options.reduceOp) == int(options.reduceOp.op) == number, name
+
+
+def test_is_inner_step() -> None:
+    class Derived(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    torch.optim.SGD(nn.Linear(1, 1).parameters())  # from here on torch calls hooks in the parent's step, too
+    optimizer, found = Derived(nn.Linear(1, 1).parameters()), []
+    optimizer.register_step_pre_hook(lambda one, *_: found.append(_torch.is_inner_step(one)))
+    optimizer.step()
+    assert found == [False, True]
+    assert (_torch.nesting[Derived], _torch.nesting[torch.optim.AdamW]) == (True, False)
 
 
 def test_is_in_bad_fork() -> None:

@@ -347,9 +347,9 @@ def _position_of(loader: Stateful) -> _Position:
 
 
 @_torch.mark_untraced
-def _before_step(weak: weakref.ref[Rest], *_: object) -> None:
+def _before_step(weak: weakref.ref[Rest], optimizer: torch.optim.Optimizer, *_: object) -> None:
     rest = weak()
-    if rest is None:
+    if rest is None or (_torch.nesting[type(optimizer)] and _torch.is_inner_step(optimizer)):
         return
     # First said, then asked: who holds this rank sees it step, or is seen by it.
     rest._is_stepping = True
@@ -363,8 +363,8 @@ def _before_step(weak: weakref.ref[Rest], *_: object) -> None:
 
 
 @_torch.mark_untraced
-def _after_step(weak: weakref.ref[Rest], *_: object) -> None:
+def _after_step(weak: weakref.ref[Rest], optimizer: torch.optim.Optimizer, *_: object) -> None:
     rest = weak()
-    if rest is not None:
+    if rest is not None and not (_torch.nesting[type(optimizer)] and _torch.is_inner_step(optimizer)):
         rest._is_stepping, rest._steps_in_eval = False, not rest._run.model.training
         rest.points.clear()

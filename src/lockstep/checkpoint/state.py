@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from lockstep import _torch
 from lockstep.checkpoint import finite
 from lockstep.checkpoint.encoding import digest_of
 from lockstep.checkpoint.manifest import Manifest
@@ -464,9 +465,9 @@ class Position:
         """Count the optimizer's steps, for as long as this object lives."""
         weak = weakref.ref(self)
 
-        def took_step(*_: object) -> None:
+        def took_step(stepped: torch.optim.Optimizer, *_: object) -> None:
             alive = weak()
-            if alive is not None:
+            if alive is not None and not (_torch.nesting[type(stepped)] and _torch.is_inner_step(stepped)):
                 alive.step += 1
                 alive._tell()
 

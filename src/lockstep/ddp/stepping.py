@@ -31,6 +31,7 @@ alerted: dict[int, Attends] = {}
 #: one inside its own step.)
 _hidden: dict[int, list[tuple[Tensor, Tensor]]] = {}
 _watches = False
+_nesting = _torch.nesting
 
 
 def watch_steps() -> None:
@@ -68,6 +69,8 @@ def leave_out(optimizer: Optimizer) -> None:
 
 @_torch.mark_untraced
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if _nesting[type(optimizer)] and _torch.is_inner_step(optimizer):
+        return None
     if len(args) > 1 or kwargs:  # a closure runs the backward inside the step
         return _with_closure(optimizer, args, kwargs)
     if alerted:
@@ -77,7 +80,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 @_torch.mark_untraced
 def _after_step(optimizer: Optimizer, *_: object) -> None:
-    if _hidden:
+    if _hidden and not (_nesting[type(optimizer)] and _torch.is_inner_step(optimizer)):
         _show(optimizer)
 
 

@@ -341,6 +341,7 @@ class expect_slow(ContextDecorator):  # (used as a verb, like contextlib.suppres
         current.expect(_reasons[-1] if _reasons else "")
 
 
+_nesting = _torch.nesting
 #: True if this process's optimizers are watched; True if torch.compile is.
 _watches_optimizers = _watches_compiler = False
 
@@ -399,11 +400,14 @@ def _stretches(taken: int, act: Callable[[int], int]) -> Iterator[range]:
         first, due = due + 1, act(due)
 
 
-def _before_step(*_: object) -> None:
-    current.enter(_OPTIMIZER)
+def _before_step(optimizer: Any, *_: object) -> None:
+    if not (_nesting[type(optimizer)] and _torch.is_inner_step(optimizer)):
+        current.enter(_OPTIMIZER)
 
 
-def _after_step(*_: object) -> None:
+def _after_step(optimizer: Any, *_: object) -> None:
+    if _nesting[type(optimizer)] and _torch.is_inner_step(optimizer):
+        return
     current.took_step()
     if not _watches_compiler:
         _watch_compiler()

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import optimizer as optimizers
 
-from lockstep import callsite
+from lockstep import _torch, callsite
 from lockstep._files import StorePath, redirected, run_path, write_whole
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.api import Checkpointer
@@ -254,7 +254,7 @@ class _StepWatch:
     # Where it ends ----------------------------------------------------------------------------------------------------
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self.is_in_step:
+        if not self.is_in_step or (_torch.nesting[type(optimizer)] and _torch.is_inner_step(optimizer)):
             return
         self._rows = []
         gradients = []

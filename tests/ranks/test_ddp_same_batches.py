@@ -237,3 +237,8 @@ def test_no_step_after_the_first_ones_knows_of_it() -> None:
     for riders, looking, all_riders in run_ranks(_flags_afterwards, 2):
         assert riders == [all_riders] * (STEPS - 1) + [all_riders - 1] * (7 - STEPS)
         assert looking == [1] * STEPS + [0] * (6 - STEPS)
+
+
+def test_a_rank_that_is_alone_looks_at_no_inputs() -> None:
+    ((_, looking, _),) = run_ranks(_flags_afterwards, 1)
+    assert looking == [0] * 6

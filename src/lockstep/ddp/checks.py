@@ -59,7 +59,8 @@ class GradientChecks:
         self._later: ReadLater | None = None
         #: Those who look at what the model is given.
         self.looks: list[InputLook] = []
-        self._same_batches = None if not options.tells_same_batches else SameBatches(group, self.looks)
+        tells = options.tells_same_batches and self._world_size > 1
+        self._same_batches = SameBatches(group, self.looks) if tells else None
         #: True if a warning is due for parameters that no rank uses in the first averaged backward.
         self.warns_of_unused = not options.find_unused_parameters and dist.get_rank(group) == 0
         self._kept_count = KeptCount(f"rank {dist.get_rank(group)} of {self._world_size}")

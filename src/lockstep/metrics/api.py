@@ -16,7 +16,7 @@ from lockstep.comm.calls import of_all_ranks
 from lockstep.comm.init import current_world
 from lockstep.errors import LockstepError
 from lockstep.metrics.file import NAME
-from lockstep.metrics.lines import Lines, Target
+from lockstep.metrics.lines import Lines, Result, Target
 
 #: Default number of steps between two lines.
 _EVERY = 50
@@ -34,6 +34,8 @@ class LoggedRun(Protocol):
     def _add_follower(self, follower: Any) -> None: ...
 
     def _refuse_foreign_folder(self) -> None: ...
+
+    def _evaluated(self) -> Sequence[Result]: ...
 
 
 class Log:
@@ -95,6 +97,7 @@ class Log:
         def check() -> None:
             return None
 
+        evaluated: Callable[[], Sequence[Result]] = tuple
         if isinstance(run, (str, PathLike)):
             path = local_path(run, "run").absolute()
             path = path if path.suffix == ".jsonl" else path / NAME
@@ -107,14 +110,14 @@ class Log:
                     "lockstep.Log a path"
                 )
             self._run, path = run, run.folder / NAME
-            check = _check_of(run)
+            check, evaluated = _check_of(run), _evaluated_of(run)
         else:
             raise TypeError(f"run={type(run).__name__}: expected a lockstep.Checkpointer or a path")
         if every is None and seconds is None:
             every = _EVERY
         #: The path of the file with the lines.
         self.path = path
-        self._lines = Lines(world, Target(path, every, seconds, tuple(sinks), check), after=after)
+        self._lines = Lines(world, Target(path, every, seconds, tuple(sinks), check, evaluated), after=after)
         if self._run is not None:
             self._run._add_follower(self._lines)
         # The lines of a Checkpointer live as long as it does: the ranks' garbage collectors may find an unused log at
@@ -228,3 +231,14 @@ def _check_of(run: LoggedRun) -> Callable[[], None]:
             alive._refuse_foreign_folder()
 
     return check
+
+
+def _evaluated_of(run: LoggedRun) -> Callable[[], Sequence[Result]]:
+    """Return a function that tells what evaluations of the run have found, without keeping ``run`` alive."""
+    weak = weakref.ref(run)
+
+    def evaluated() -> Sequence[Result]:
+        alive = weak()
+        return () if alive is None else alive._evaluated()
+
+    return evaluated

@@ -1,0 +1,372 @@
+"""Follow a run: evaluate its checkpoints one after the other, until it has ended. See Note [Beside training]."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+
+from lockstep import knobs
+from lockstep._files import StorePath
+from lockstep.checkpoint import lineage
+from lockstep.checkpoint.evaluations import FOLDER, TRIES, Evaluated, Evaluations
+from lockstep.checkpoint.locks import CheckpointGone
+from lockstep.checkpoint.read import read_manifest
+from lockstep.checkpoint.run_folder import Hold, RunFolder, run_folder
+from lockstep.errors import CheckpointCorrupt, CheckpointError, LockstepError
+from lockstep.launch.spec import Program, check_program
+from lockstep.metrics.file import NAME, add_lines, evaluation_line
+from lockstep.text import as_clock, counted, numbered
+from lockstep.tools.evaluate import choice
+from lockstep.tools.evaluate.attempt import Attempt, EvaluationEnd, attempt, output_of
+from lockstep.tools.evaluate.choice import Candidate
+
+#: The most steps that a sentence names.
+_STEPS = 8
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """The request for evaluations."""
+
+    program: Program
+    #: The run's folder, or its address in a store.
+    root: PurePath
+    #: True: also those that the run will make, until it has ended.
+    follows: bool = False
+    ranks: int = 1
+    #: The seconds that one evaluation may take.
+    limit: float = 3600.0
+    #: The seconds that the run may have no owner before it counts as ended.
+    patience: float = 120.0
+    #: The folder for what the script prints; None: below the results, or a temporary one if the run is in a store.
+    log_dir: Path | None = None
+    #: True: checkpoints whose evaluation has failed before are tried again.
+    retries: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ValueError(f"-n {self.ranks}: expected 1 rank or more")
+        if not (math.isfinite(self.patience) and self.patience >= 0):
+            raise ValueError(f"--patience {self.patience:g}: expected 0 seconds or more")
+        if self.program.text is not None:
+            raise ValueError(
+                f"{self.program.target} comes from a pipe, and the script is started again and again: save it to a file"
+            )
+        check_program(self.program)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one checkpoint, or of one attempt that failed."""
+
+    checkpoint: str
+    digest: str
+    step: int
+    end: EvaluationEnd
+    #: What the script has reported; None: nothing.
+    numbers: Mapping[str, float] | None = None
+    #: Why it failed; empty if it did not.
+    why: str = ""
+    #: How often it was tried, and whether it will be tried again.
+    tries: int = 0
+    again: bool = False
+    seconds: float | None = None
+    exit_code: int | None = None
+    #: The file with what the script has printed.
+    log: Path | None = None
+
+    def describe(self) -> str:
+        """Return it in a sentence, for one that has no numbers."""
+        if self.end in (EvaluationEnd.GONE, EvaluationEnd.LEFT_OUT):
+            return f"step {self.step}: {self.checkpoint} was {self.end.value}, so it is left out"
+        left = "" if self.again else ", the last one"
+        return f"step {self.step}: {self.why} (try {self.tries} of {TRIES}{left}); what it printed is in {self.log}"
+
+
+@dataclass
+class Tally:
+    """What came of all evaluations of a command."""
+
+    done: list[int] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+    missed: list[int] = field(default_factory=list)
+
+    def describe(self) -> str:
+        """Return it in a sentence."""
+        words = [f"{counted(len(self.done), 'checkpoint')} evaluated"]
+        if self.failed:
+            words.append(f"{len(self.failed)} failed ({numbered('step', self.failed, most=_STEPS)})")
+        if self.missed:
+            words.append(
+                f"{len(self.missed)} left out, removed before they could be evaluated "
+                f"({numbered('step', self.missed, most=_STEPS)})"
+            )
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Telling:
+    """What hears how it goes."""
+
+    #: An outcome, at once.
+    outcome: Callable[[Outcome], None]
+    #: A sentence.
+    say: Callable[[str], None]
+    #: The progress of the evaluation under way: its step, and the seconds so far; None: it has ended.
+    progress: Callable[[int | None, float], None]
+
+
+def evaluate(asked: EvaluateOptions, tell: Telling) -> Tally:
+    """Evaluate the checkpoints of a run that have no result yet.
+
+    Raises:
+        CheckpointError: there is no such run, another evaluator is at work there, or the store fails.
+        OSError: the results can't be written.
+    """
+    folder = run_folder(asked.root)
+    _wait_for_folder(folder, asked, tell)
+    with _held(folder) as hold:
+        return _Evaluator(asked, folder, hold, tell).run()
+
+
+def _wait_for_folder(folder: RunFolder, asked: EvaluateOptions, tell: Telling) -> None:
+    """Wait for the run to begin.
+
+    Raises:
+        CheckpointError: it does not, or the path is no run's.
+    """
+    if asked.follows and not folder.exists():
+        tell.say(f"{folder.path} is not there yet; it has {as_clock(asked.patience)} to come (--patience)")
+        deadline = time.monotonic() + asked.patience
+        while not folder.exists() and time.monotonic() < deadline:
+            time.sleep(_pause(asked.root))
+    if not folder.exists():
+        raise CheckpointError(f"{folder.path}: no such folder: give the folder that the run gives to its Checkpointer")
+    if folder.is_checkpoint():
+        raise CheckpointError(f"{folder.path} is a checkpoint: give the folder of its run, {folder.path.parent}")
+
+
+@contextmanager
+def _held(folder: RunFolder) -> Iterator[Hold]:
+    """Keep other evaluators away; see Note [Results beside checkpoints]."""
+    place = run_folder(folder.path / FOLDER)
+    place.prepare()
+    try:
+        hold = place.hold()
+    except CheckpointError as error:
+        raise CheckpointError(f"another lockstep evaluate is at work on {folder.path}: {error}") from error
+    try:
+        yield hold
+    finally:
+        hold.release()
+
+
+def _pause(root: PurePath) -> float:
+    times = knobs.times()
+    return times.evaluate_look_in_store if isinstance(root, StorePath) else times.evaluate_look
+
+
+class _Evaluator:
+    def __init__(self, asked: EvaluateOptions, folder: RunFolder, hold: Hold, tell: Telling) -> None:
+        self._asked, self._folder, self._hold, self._tell = asked, folder, hold, tell
+        self._evaluations = Evaluations(folder.path)
+        self._tally = Tally()
+        self._log_dir = _make_log_dir(asked, folder.path)
+        #: Checkpoints that this evaluator has seen, or has told of; what their manifests say, by the folder itself.
+        self._seen: set[Candidate] = set()
+        self._told: set[Candidate] = set()
+        self._identities: dict[tuple[str, int], str] = {}
+        #: The folders that are damaged, of which it was said.
+        self._damaged: set[str] = set()
+        listed = folder.checkpoints()
+        #: The age of the newest checkpoint that was there at the beginning.
+        self._newest = Candidate(listed[0].name, "").age if listed else (-1, 0)
+        #: When the run was last seen to have an owner; whether it ever was; whether it was said that it has none.
+        self._alive_at, self._was_alive, self._said_alone = time.monotonic(), False, False
+        self._said_of_lines = ""
+
+    def run(self) -> Tally:
+        """Evaluate until nothing is left to do."""
+        if self._asked.retries:
+            for each in self._evaluations.all():
+                if each.numbers is None:
+                    self._evaluations.forget(each)
+        while True:
+            goes_on = self._asked.follows and self._goes_on()  # before the look: Note [The end of a run]
+            chosen = self._look()
+            if chosen is not None:
+                self._evaluate(chosen)
+                self._write_lines()
+            elif goes_on:
+                time.sleep(_pause(self._asked.root))
+            else:
+                self._write_lines(last=True)
+                return self._tally
+
+    def _goes_on(self) -> bool:
+        """Return whether the run may make more checkpoints. See Note [The end of a run]."""
+        now = time.monotonic()
+        if self._folder.owner_now() is not None:
+            self._alive_at, self._was_alive, self._said_alone = now, True, False
+            return True
+        if self._was_alive and lineage.Told.from_json(self._evaluations.read(lineage.FILE)).ended:
+            return False
+        if now - self._alive_at >= self._asked.patience:
+            return False
+        if not self._said_alone:
+            self._said_alone = True
+            self._tell.say(
+                f"no job trains in {self._folder.path}; one has {as_clock(self._asked.patience)} to begin, or to go on "
+                "(--patience)"
+            )
+        return True
+
+    def _look(self) -> Candidate | None:
+        """Return the checkpoint to evaluate next, after a word on those that have gone."""
+        there = self._there()
+        results = {(each.checkpoint, each.digest): each for each in self._evaluations.all()}
+        self._seen |= there
+        saved = lineage.Told.from_json(self._evaluations.read(lineage.FILE)).checkpoints
+        known = {*self._seen, *(Candidate(name, digest) for name, digest in saved)} - self._told
+        young = choice.left_out(known & self._seen, there, results, after=(-1, 0))
+        young += choice.left_out(known - self._seen, there, results, after=self._newest)
+        for each in sorted(young, key=lambda one: one.age):
+            self._told.add(each)
+            self._tally.missed.append(each.age[0])
+            self._tell.outcome(Outcome(each.name, each.digest, each.age[0], EvaluationEnd.LEFT_OUT))
+        return choice.next_one(there, results)
+
+    def _there(self) -> set[Candidate]:
+        """Return the checkpoints in the run's folder; those whose manifest can't be read are said once."""
+        found = set()
+        identities = {}
+        for path in self._folder.checkpoints():
+            key = path.name, _number_of(path)
+            try:
+                identities[key] = self._identities.get(key) or read_manifest(path).identity
+            except CheckpointGone:
+                continue
+            except CheckpointCorrupt as error:
+                if path.name not in self._damaged:
+                    self._damaged.add(path.name)
+                    self._tell.say(f"{path.name} is left out: {error}")
+                continue
+            found.add(Candidate(path.name, identities[key]))
+        self._identities = identities
+        return found
+
+    def _evaluate(self, chosen: Candidate) -> None:
+        """Evaluate one checkpoint, and write the result."""
+        step, path = chosen.age[0], self._folder.path / chosen.name
+        before = next((each for each in self._evaluations.of({chosen.name}) if each.digest == chosen.digest), None)
+        tries = 1 + (0 if before is None else before.tries)
+        home = _new_folder(self._log_dir, f"{chosen.name}-{chosen.digest[:8]}-{tries}")
+        try:
+            done = attempt(
+                self._asked.program,
+                path,
+                chosen.digest,
+                ranks=self._asked.ranks,
+                limit=self._asked.limit,
+                home=home,
+                tick=lambda seconds: self._tell.progress(step, seconds),
+            )
+        finally:
+            self._tell.progress(None, 0.0)
+        result = Evaluated(
+            chosen.name, chosen.digest, done.numbers, tries, done.why, round(done.seconds, 3), round(time.time(), 3)
+        )
+        is_gone = done.numbers is None and not lineage.lies_there(self._folder.path, result)
+        if not is_gone:
+            self._hold.check()
+            self._evaluations.put(result)
+        self._note(chosen, result, done, output_of(home), is_gone=is_gone)
+
+    def _note(self, chosen: Candidate, result: Evaluated, done: Attempt, log: Path, *, is_gone: bool) -> None:
+        """Count what became of an attempt, and tell it."""
+        if is_gone:
+            self._told.add(chosen)
+            self._tally.missed.append(result.step)
+        elif result.numbers is not None:
+            self._tally.done.append(result.step)
+        elif result.is_final:
+            self._tally.failed.append(result.step)
+        self._tell.outcome(
+            Outcome(
+                chosen.name,
+                chosen.digest,
+                result.step,
+                EvaluationEnd.GONE if is_gone else done.end,
+                done.numbers,
+                done.why,
+                result.tries,
+                again=not is_gone and not result.is_final,
+                seconds=done.seconds,
+                exit_code=done.exit_code,
+                log=log,
+            )
+        )
+
+    def _write_lines(self, *, last: bool = False) -> None:
+        """Write the lines of results into metrics.jsonl where no job does. See Note [Lines of evaluations]."""
+        root = self._folder.path
+        if isinstance(root, StorePath) or self._folder.owner_now() is not None:
+            return
+        lines = [
+            evaluation_line(each.name, step=each.step, time=each.time, numbers=each.numbers or {})
+            for each in lineage.results_of_a_run_at_rest(root)
+        ]
+        try:
+            done = add_lines(Path(root, NAME), lines)
+            words = "another process has it open, and takes the results if it is the run's log" if done is None else ""
+        except LockstepError as error:
+            words = str(error)
+        if words and last and words != self._said_of_lines:
+            self._said_of_lines = words
+            self._tell.say(f"{Path(root, NAME)} was not written: {words}; the results are in {self._evaluations.path}")
+
+
+def _number_of(path: PurePath) -> int:
+    """Return what tells a folder on a disk from a later one of the same name; in a store there is nothing."""
+    try:
+        return Path(path).stat().st_ino if not isinstance(path, StorePath) else 0
+    except OSError:
+        return 0
+
+
+def _make_log_dir(asked: EvaluateOptions, root: PurePath) -> Path:
+    if asked.log_dir is None and isinstance(root, StorePath):
+        return Path(tempfile.mkdtemp(prefix="lockstep-evaluate-"))
+    folder = asked.log_dir or Path(root, FOLDER, "logs")
+    for each in [*reversed(folder.parents), folder]:
+        if not each.is_dir():
+            each.mkdir(0o700, exist_ok=True)
+    return folder.absolute()
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    """Make a folder (0700) of a name, or of that with a number: an evaluator that was killed may have left one."""
+    for number in range(1, 10_000):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(0o700)
+        except FileExistsError:
+            continue
+        return folder
+    raise LockstepError(f"{parent} has {number} folders called {name}: remove some, or give another --log-dir")
+
+
+def summary(tally: Tally, root: PurePath) -> str:
+    """Return what came of a command in a sentence, with what to do about failures."""
+    words = tally.describe()
+    if tally.failed:
+        words += (
+            f". A checkpoint is tried {TRIES} times; once the script is right, --retry-failed tries those again that are "
+            f"still in {root}"
+        )
+    return words

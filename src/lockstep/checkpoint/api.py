@@ -524,6 +524,8 @@ class Checkpointer:
             if error is not None:
                 raise error
             self._owns_folder = True
+            if self._world.is_main:
+                self._lineage.begin()
             for follower in self._followers:
                 follower.resumed(None)
             return None

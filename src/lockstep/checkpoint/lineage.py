@@ -38,7 +38,7 @@ _MOST = 1000
 
 
 @dataclass(frozen=True)
-class Told:
+class LineageRecord:
     """What ``lineage.json`` says."""
 
     #: Whether the run has done all its epochs.
@@ -51,7 +51,7 @@ class Told:
         return json.dumps({"format": _FORMAT, **vars(self)}).encode() + b"\n"
 
     @classmethod
-    def from_json(cls, content: bytes | None) -> Told:
+    def from_json(cls, content: bytes | None) -> LineageRecord:
         """Read back what :meth:`to_json` returned; of anything else, that nothing is known."""
         try:
             fields = json.loads(content or b"{}")
@@ -84,15 +84,21 @@ class Lineage:
         #: A save in the background adds to the list while the loop logs.
         self._lock = threading.Lock()
 
+    def begin(self) -> None:
+        """Note that the run begins, with no checkpoint to resume from."""
+        with self._lock:
+            self._known, self._resumed_from, self._looked_up = {}, (-1, 0), {}
+            self._write(ended=False)
+
     def resume_from(self, folder: PurePath, manifest: Manifest) -> None:
         """Drop what is newer than a checkpoint from which the run resumes."""
         with self._lock:
             self._resumed_from, self._looked_up = folders.age(folder), {}
             try:
-                told = Told.from_json(self.evaluations.read(FILE))
+                told = LineageRecord.from_json(self.evaluations.read(FILE))
             except (OSError, CheckpointError) as error:
                 self._warn(error)
-                told = Told()
+                told = LineageRecord()
             known = [*told.checkpoints, *self._known.items(), (folder.name, manifest.identity)]
             self._known = {name: digest for name, digest in known if _age(name) <= self._resumed_from}
             self._write(ended=False)
@@ -132,7 +138,7 @@ class Lineage:
     def _write(self, *, ended: bool) -> None:
         try:
             if self.evaluations.exists():
-                self.evaluations.write(FILE, Told(ended, tuple(self._known.items())).to_json())
+                self.evaluations.write(FILE, LineageRecord(ended, tuple(self._known.items())).to_json())
         except (OSError, CheckpointError) as error:
             self._warn(error)
 
@@ -151,7 +157,7 @@ def results_of_a_run_at_rest(root: PurePath) -> list[Evaluated]:
         OSError, CheckpointError: they can't be read.
     """
     evaluations = Evaluations(root)
-    known = dict(Told.from_json(evaluations.read(FILE)).checkpoints)
+    known = dict(LineageRecord.from_json(evaluations.read(FILE)).checkpoints)
     return [
         each
         for each in evaluations.all()

@@ -14,7 +14,7 @@ from lockstep.cli.options import AS_JSON, PASSES_ON, TIME_LIMIT, RunPath, log_di
 from lockstep.cli.terminal import errors, print_json_line, say
 
 if TYPE_CHECKING:
-    from lockstep.tools.evaluate.follow import Outcome
+    from lockstep.tools.evaluate.follow import EvaluationOutcome
 
 
 @click.command(
@@ -119,7 +119,7 @@ def _parse_cores(text: str, parse: Any) -> frozenset[int]:
         raise ValueError(f"--cores {text}: expected numbers and ranges of cores, such as 0-3,8") from None
 
 
-def _show(outcome: Outcome, as_json: bool) -> None:
+def _show(outcome: EvaluationOutcome, as_json: bool) -> None:
     """Show what became of a checkpoint: a number that was found on standard output, all else on standard error."""
     if as_json:
         print_json_line("evaluate", _as_json(outcome))
@@ -130,7 +130,7 @@ def _show(outcome: Outcome, as_json: bool) -> None:
         say(outcome.describe())
 
 
-def _as_json(outcome: Outcome) -> dict[str, Any]:
+def _as_json(outcome: EvaluationOutcome) -> dict[str, Any]:
     return {
         "step": outcome.step,
         "checkpoint": outcome.checkpoint,

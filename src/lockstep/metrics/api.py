@@ -16,7 +16,7 @@ from lockstep.comm.calls import of_all_ranks
 from lockstep.comm.init import current_world
 from lockstep.errors import LockstepError
 from lockstep.metrics.file import NAME
-from lockstep.metrics.lines import Lines, Result, Target
+from lockstep.metrics.lines import EvaluationResult, Lines, Target
 
 #: Default number of steps between two lines.
 _EVERY = 50
@@ -35,7 +35,7 @@ class LoggedRun(Protocol):
 
     def _refuse_foreign_folder(self) -> None: ...
 
-    def _evaluated(self) -> Sequence[Result]: ...
+    def _evaluated(self) -> Sequence[EvaluationResult]: ...
 
 
 class Log:
@@ -97,7 +97,7 @@ class Log:
         def check() -> None:
             return None
 
-        evaluated: Callable[[], Sequence[Result]] = tuple
+        evaluated: Callable[[], Sequence[EvaluationResult]] = tuple
         if isinstance(run, (str, PathLike)):
             path = local_path(run, "run").absolute()
             path = path if path.suffix == ".jsonl" else path / NAME
@@ -233,11 +233,11 @@ def _check_of(run: LoggedRun) -> Callable[[], None]:
     return check
 
 
-def _evaluated_of(run: LoggedRun) -> Callable[[], Sequence[Result]]:
+def _evaluated_of(run: LoggedRun) -> Callable[[], Sequence[EvaluationResult]]:
     """Return a function that tells what evaluations of the run have found, without keeping ``run`` alive."""
     weak = weakref.ref(run)
 
-    def evaluated() -> Sequence[Result]:
+    def evaluated() -> Sequence[EvaluationResult]:
         alive = weak()
         return () if alive is None else alive._evaluated()
 

@@ -62,7 +62,7 @@ _NOTES = 100
 _EARLY = 0.05
 
 
-class Result(Protocol):
+class EvaluationResult(Protocol):
     """What an evaluation has found of a checkpoint."""
 
     @property
@@ -90,7 +90,7 @@ class Target:
     #: Called on rank 0; raises if the file belongs to another run.
     check: Callable[[], None] = lambda: None
     #: Called on rank 0; returns all that evaluations have found of the run's checkpoints so far.
-    evaluated: Callable[[], Sequence[Result]] = tuple
+    evaluated: Callable[[], Sequence[EvaluationResult]] = tuple
 
 
 @dataclass

@@ -37,7 +37,7 @@ class EvaluationEnd(CodedEnum):
 
 
 @dataclass(frozen=True)
-class Attempt:
+class EvaluationAttempt:
     """A run of the script that has ended."""
 
     end: EvaluationEnd
@@ -59,7 +59,7 @@ def attempt(
     limit: float,
     home: Path,
     tick: Callable[[float], None],
-) -> Attempt:
+) -> EvaluationAttempt:
     """Run the script on a checkpoint, and wait for its end.
 
     Args:
@@ -78,17 +78,17 @@ def attempt(
     seconds = time.monotonic() - begun
     if code is None:
         why = f"it was stopped after {as_clock(limit)}, the limit of an evaluation (--limit)"
-        return Attempt(EvaluationEnd.LIMIT, None, why, seconds, None)
+        return EvaluationAttempt(EvaluationEnd.LIMIT, None, why, seconds, None)
     if code != 0:
-        return Attempt(EvaluationEnd.FAILED, None, _exit_words(code), seconds, code)
+        return EvaluationAttempt(EvaluationEnd.FAILED, None, _exit_words(code), seconds, code)
     try:
         numbers = read_report(report)
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        return Attempt(EvaluationEnd.FAILED, None, f"its report can't be read: {error}", seconds, code)
+        return EvaluationAttempt(EvaluationEnd.FAILED, None, f"its report can't be read: {error}", seconds, code)
     if not numbers or not all(name.startswith(PREFIX) for name in numbers):
         why = "it ended without a report: the script has to call lockstep.Evaluation().report(…) on rank 0"
-        return Attempt(EvaluationEnd.FAILED, None, why, seconds, code)
-    return Attempt(EvaluationEnd.DONE, numbers, "", seconds, code)
+        return EvaluationAttempt(EvaluationEnd.FAILED, None, why, seconds, code)
+    return EvaluationAttempt(EvaluationEnd.DONE, numbers, "", seconds, code)
 
 
 def output_of(home: Path) -> Path:

@@ -22,7 +22,7 @@ from lockstep.launch.spec import Program, check_program
 from lockstep.metrics.file import NAME, add_lines, evaluation_line
 from lockstep.text import as_clock, counted, numbered
 from lockstep.tools.evaluate import choice
-from lockstep.tools.evaluate.attempt import Attempt, EvaluationEnd, attempt, output_of
+from lockstep.tools.evaluate.attempt import EvaluationAttempt, EvaluationEnd, attempt, output_of
 from lockstep.tools.evaluate.choice import Candidate
 
 #: The most steps that a sentence names.
@@ -61,7 +61,7 @@ class EvaluateOptions:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EvaluationOutcome:
     """What became of one checkpoint, or of one attempt that failed."""
 
     checkpoint: str
@@ -89,7 +89,7 @@ class Outcome:
 
 
 @dataclass
-class Tally:
+class EvaluationTally:
     """What came of all evaluations of a command."""
 
     done: list[int] = field(default_factory=list)
@@ -114,14 +114,14 @@ class Telling:
     """What hears how it goes."""
 
     #: An outcome, at once.
-    outcome: Callable[[Outcome], None]
+    outcome: Callable[[EvaluationOutcome], None]
     #: A sentence.
     say: Callable[[str], None]
     #: The progress of the evaluation under way: its step, and the seconds so far; None: it has ended.
     progress: Callable[[int | None, float], None]
 
 
-def evaluate(asked: EvaluateOptions, tell: Telling) -> Tally:
+def evaluate(asked: EvaluateOptions, tell: Telling) -> EvaluationTally:
     """Evaluate the checkpoints of a run that have no result yet.
 
     Raises:
@@ -175,7 +175,7 @@ class _Evaluator:
     def __init__(self, asked: EvaluateOptions, folder: RunFolder, hold: Hold, tell: Telling) -> None:
         self._asked, self._folder, self._hold, self._tell = asked, folder, hold, tell
         self._evaluations = Evaluations(folder.path)
-        self._tally = Tally()
+        self._tally = EvaluationTally()
         self._log_dir = _make_log_dir(asked, folder.path)
         #: Checkpoints that this evaluator has seen, or has told of; what their manifests say, by the folder itself.
         self._seen: set[Candidate] = set()
@@ -190,7 +190,7 @@ class _Evaluator:
         self._alive_at, self._was_alive, self._said_alone = time.monotonic(), False, False
         self._said_of_lines = ""
 
-    def run(self) -> Tally:
+    def run(self) -> EvaluationTally:
         """Evaluate until nothing is left to do."""
         if self._asked.retries:
             for each in self._evaluations.all():
@@ -214,7 +214,7 @@ class _Evaluator:
         if self._folder.owner_now() is not None:
             self._alive_at, self._was_alive, self._said_alone = now, True, False
             return True
-        if self._was_alive and lineage.Told.from_json(self._evaluations.read(lineage.FILE)).ended:
+        if self._was_alive and lineage.LineageRecord.from_json(self._evaluations.read(lineage.FILE)).ended:
             return False
         if now - self._alive_at >= self._asked.patience:
             return False
@@ -231,14 +231,14 @@ class _Evaluator:
         there = self._there()
         results = {(each.checkpoint, each.digest): each for each in self._evaluations.all()}
         self._seen |= there
-        saved = lineage.Told.from_json(self._evaluations.read(lineage.FILE)).checkpoints
+        saved = lineage.LineageRecord.from_json(self._evaluations.read(lineage.FILE)).checkpoints
         known = {*self._seen, *(Candidate(name, digest) for name, digest in saved)} - self._told
         young = choice.left_out(known & self._seen, there, results, after=(-1, 0))
         young += choice.left_out(known - self._seen, there, results, after=self._newest)
         for each in sorted(young, key=lambda one: one.age):
             self._told.add(each)
             self._tally.missed.append(each.age[0])
-            self._tell.outcome(Outcome(each.name, each.digest, each.age[0], EvaluationEnd.LEFT_OUT))
+            self._tell.outcome(EvaluationOutcome(each.name, each.digest, each.age[0], EvaluationEnd.LEFT_OUT))
         return choice.next_one(there, results)
 
     def _there(self) -> set[Candidate]:
@@ -287,7 +287,7 @@ class _Evaluator:
             self._evaluations.put(result)
         self._note(chosen, result, done, output_of(home), is_gone=is_gone)
 
-    def _note(self, chosen: Candidate, result: Evaluated, done: Attempt, log: Path, *, is_gone: bool) -> None:
+    def _note(self, chosen: Candidate, result: Evaluated, done: EvaluationAttempt, log: Path, *, is_gone: bool) -> None:
         """Count what became of an attempt, and tell it."""
         if is_gone:
             self._told.add(chosen)
@@ -297,7 +297,7 @@ class _Evaluator:
         elif result.is_final:
             self._tally.failed.append(result.step)
         self._tell.outcome(
-            Outcome(
+            EvaluationOutcome(
                 chosen.name,
                 chosen.digest,
                 result.step,
@@ -361,12 +361,12 @@ def _new_folder(parent: Path, name: str) -> Path:
     raise LockstepError(f"{parent} has {number} folders called {name}: remove some, or give another --log-dir")
 
 
-def summary(tally: Tally, root: PurePath) -> str:
+def summary(tally: EvaluationTally, root: PurePath) -> str:
     """Return what came of a command in a sentence, with what to do about failures."""
     words = tally.describe()
     if tally.failed:
         words += (
-            f". A checkpoint is tried {TRIES} times; once the script is right, --retry-failed tries those again that are "
-            f"still in {root}"
+            f". A checkpoint is tried {TRIES} times; once the script is right, --retry-failed tries those again that "
+            f"are still in {root}"
         )
     return words

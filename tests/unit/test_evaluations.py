@@ -355,7 +355,7 @@ def test_a_script_loads_the_checkpoint_and_reports(order: Path) -> None:
         ({"acc": torch.tensor(1j)}, ValueError, "expected one real number"),
         ({"": 1.0}, TypeError, "'' is the name of a number"),
         ({3: 1.0}, TypeError, "3 is the name of a number"),
-        ({str(number): 1.0 for number in range(1001)}, ValueError, "1001 numbers of step 7, at most 1000"),
+        ({str(number): 1.0 for number in range(1000)}, ValueError, "1001 numbers of step 7, at most 1000"),
     ],
 )
 def test_what_is_no_number_is_refused_by_name(order: Path, numbers: Any, kind: type[Exception], words: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path, PurePath
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -112,11 +113,11 @@ def evaluate(
     sys.exit(1 if tally.failed else 0)
 
 
-def _parse_cores(text: str, parse: Any) -> frozenset[int]:
-    try:
-        return frozenset(parse(text))
-    except ValueError:
-        raise ValueError(f"--cores {text}: expected numbers and ranges of cores, such as 0-3,8") from None
+def _parse_cores(text: str, parse: Callable[[str], frozenset[int]]) -> frozenset[int]:
+    cores = parse(text)
+    if not cores:
+        raise ValueError(f"--cores {text}: expected numbers and ranges of cores, such as 0-3,8")
+    return cores
 
 
 def _show(outcome: EvaluationOutcome, as_json: bool) -> None:

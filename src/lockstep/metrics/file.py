@@ -50,7 +50,7 @@ _open: set[Path] = set()
 
 
 @dataclass(frozen=True)
-class _Lines:
+class _KeptLines:
     """The lines that a file has and that stay."""
 
     #: The bytes up to the end of the last one.
@@ -87,7 +87,7 @@ class LogFile:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             _lock(self._fd, path)
-            kept = _Lines() if after is None else _lines_to_keep(self._fd, path, after)
+            kept = _KeptLines() if after is None else _lines_to_keep(self._fd, path, after)
             #: The length of the file in bytes, up to the end of the last line.
             self._size = kept.size
             #: The names of the results of evaluations that have a line.
@@ -188,7 +188,7 @@ def _taken(path: Path) -> LockstepError:
     )
 
 
-def _lines_to_keep(fd: int, path: Path, after: float) -> _Lines:
+def _lines_to_keep(fd: int, path: Path, after: float) -> _KeptLines:
     """Return the lines up to the first one of a step greater than ``after``; see Note [Lines that are void]."""
     end = 0
     evaluations: set[str] = set()
@@ -213,7 +213,7 @@ def _lines_to_keep(fd: int, path: Path, after: float) -> _Lines:
             count = number
             if isinstance(told.get(EVALUATION), str):
                 evaluations.add(told[EVALUATION])
-    return _Lines(end, frozenset(evaluations), len(evaluations) == count)
+    return _KeptLines(end, frozenset(evaluations), len(evaluations) == count)
 
 
 # Lines of evaluations, where no log is open.
@@ -257,7 +257,7 @@ def add_lines(path: Path, lines: Sequence[dict[str, Any]]) -> int | None:
             return None
         kept = _lines_to_keep(fd, path, math.inf)
         if kept.only_evaluations and not kept.evaluations <= {line[EVALUATION] for line in lines}:
-            kept = _Lines()
+            kept = _KeptLines()
         new = [line for line in lines if line[EVALUATION] not in kept.evaluations]
         content = b"".join(json.dumps(line, allow_nan=False).encode() + b"\n" for line in new)
         os.ftruncate(fd, kept.size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -131,7 +132,11 @@ def evaluate(asked: EvaluateOptions, tell: Telling) -> EvaluationTally:
     folder = run_folder(asked.root)
     _wait_for_folder(folder, asked, tell)
     with _held(folder) as hold:
-        return _Evaluator(asked, folder, hold, tell).run()
+        evaluator = _Evaluator(asked, folder, hold, tell)
+        try:
+            return evaluator.run()
+        finally:
+            evaluator.tidy()
 
 
 def _wait_for_folder(folder: RunFolder, asked: EvaluateOptions, tell: Telling) -> None:
@@ -176,7 +181,7 @@ class _Evaluator:
         self._asked, self._folder, self._hold, self._tell = asked, folder, hold, tell
         self._evaluations = Evaluations(folder.path)
         self._tally = EvaluationTally()
-        self._log_dir = _make_log_dir(asked, folder.path)
+        self._log_dir, self._is_temporary = _make_log_dir(asked, folder.path)
         #: Checkpoints that this evaluator has seen, or has told of; what their manifests say, by the folder itself.
         self._seen: set[Candidate] = set()
         self._told: set[Candidate] = set()
@@ -189,6 +194,8 @@ class _Evaluator:
         #: When the run was last seen to have an owner; whether it ever was; whether it was said that it has none.
         self._alive_at, self._was_alive, self._said_alone = time.monotonic(), False, False
         self._said_of_lines = ""
+        #: Whether a script has failed, so that somebody may want to read what it printed.
+        self._has_failed = False
 
     def run(self) -> EvaluationTally:
         """Evaluate until nothing is left to do."""
@@ -207,6 +214,11 @@ class _Evaluator:
             else:
                 self._write_lines(last=True)
                 return self._tally
+
+    def tidy(self) -> None:
+        """Remove what scripts have printed, if it was kept for this command alone and no script has failed."""
+        if self._is_temporary and not self._has_failed:
+            shutil.rmtree(self._log_dir)
 
     def _goes_on(self) -> bool:
         """Return whether the run may make more checkpoints. See Note [The end of a run]."""
@@ -289,6 +301,7 @@ class _Evaluator:
 
     def _note(self, chosen: Candidate, result: Evaluated, done: EvaluationAttempt, log: Path, *, is_gone: bool) -> None:
         """Count what became of an attempt, and tell it."""
+        self._has_failed |= result.numbers is None and not is_gone
         if is_gone:
             self._told.add(chosen)
             self._tally.missed.append(result.step)
@@ -339,14 +352,15 @@ def _number_of(path: PurePath) -> int:
         return 0
 
 
-def _make_log_dir(asked: EvaluateOptions, root: PurePath) -> Path:
+def _make_log_dir(asked: EvaluateOptions, root: PurePath) -> tuple[Path, bool]:
+    """Return the folder for what scripts print, and whether it is a temporary one."""
     if asked.log_dir is None and isinstance(root, StorePath):
-        return Path(tempfile.mkdtemp(prefix="lockstep-evaluate-"))
+        return Path(tempfile.mkdtemp(prefix="lockstep-evaluate-")), True
     folder = asked.log_dir or Path(root, FOLDER, "logs")
     for each in [*reversed(folder.parents), folder]:
         if not each.is_dir():
             each.mkdir(0o700, exist_ok=True)
-    return folder.absolute()
+    return folder.absolute(), False
 
 
 def _new_folder(parent: Path, name: str) -> Path:

@@ -15,6 +15,7 @@ from lockstep import knobs
 from lockstep._files import StorePath
 from lockstep.checkpoint import lineage
 from lockstep.checkpoint.evaluations import FOLDER, TRIES, Evaluated, Evaluations
+from lockstep.checkpoint.lineage import LineageRecord
 from lockstep.checkpoint.locks import CheckpointGone
 from lockstep.checkpoint.read import read_manifest
 from lockstep.checkpoint.run_folder import Hold, RunFolder, run_folder
@@ -26,6 +27,8 @@ from lockstep.tools.evaluate import choice
 from lockstep.tools.evaluate.attempt import EvaluationAttempt, EvaluationEnd, attempt, output_of
 from lockstep.tools.evaluate.choice import Candidate
 
+#: Seconds between two looks for the folder of a run that has not begun: a short training has ended in no time.
+_LOOK = 0.1
 #: The most steps that a sentence names.
 _STEPS = 8
 
@@ -99,6 +102,8 @@ class EvaluationTally:
 
     def describe(self) -> str:
         """Return it in a sentence."""
+        if not (self.done or self.failed or self.missed):
+            return "nothing was left to evaluate"
         words = [f"{counted(len(self.done), 'checkpoint')} evaluated"]
         if self.failed:
             words.append(f"{len(self.failed)} failed ({numbered('step', self.failed, most=_STEPS)})")
@@ -149,7 +154,7 @@ def _wait_for_folder(folder: RunFolder, asked: EvaluateOptions, tell: Telling) -
         tell.say(f"{folder.path} is not there yet; it has {as_clock(asked.patience)} to come (--patience)")
         deadline = time.monotonic() + asked.patience
         while not folder.exists() and time.monotonic() < deadline:
-            time.sleep(_pause(asked.root))
+            time.sleep(min(_LOOK, _pause(asked.root)))
     if not folder.exists():
         raise CheckpointError(f"{folder.path}: no such folder: give the folder that the run gives to its Checkpointer")
     if folder.is_checkpoint():
@@ -194,6 +199,8 @@ class _Evaluator:
         #: When the run was last seen to have an owner; whether it ever was; whether it was said that it has none.
         self._alive_at, self._was_alive, self._said_alone = time.monotonic(), False, False
         self._said_of_lines = ""
+        #: What the run said of itself at the beginning.
+        self._first = self._record()
         #: Whether a script has failed, so that somebody may want to read what it printed.
         self._has_failed = False
 
@@ -226,7 +233,8 @@ class _Evaluator:
         if self._folder.owner_now() is not None:
             self._alive_at, self._was_alive, self._said_alone = now, True, False
             return True
-        if self._was_alive and lineage.LineageRecord.from_json(self._evaluations.read(lineage.FILE)).ended:
+        record = self._record()
+        if record.ended and (self._was_alive or record != self._first):
             return False
         if now - self._alive_at >= self._asked.patience:
             return False
@@ -238,13 +246,17 @@ class _Evaluator:
             )
         return True
 
+    def _record(self) -> LineageRecord:
+        """Return what the run says of itself."""
+        return LineageRecord.from_json(self._evaluations.read(lineage.FILE))
+
     def _look(self) -> Candidate | None:
         """Return the checkpoint to evaluate next, after a word on those that have gone."""
         there = self._there()
         results = {(each.checkpoint, each.digest): each for each in self._evaluations.all()}
         self._seen |= there
-        saved = lineage.LineageRecord.from_json(self._evaluations.read(lineage.FILE)).checkpoints
-        known = {*self._seen, *(Candidate(name, digest) for name, digest in saved)} - self._told
+        saved = (Candidate(name, digest) for name, digest in self._record().checkpoints)
+        known = {*self._seen, *saved} - self._told
         young = choice.left_out(known & self._seen, there, results, after=(-1, 0))
         young += choice.left_out(known - self._seen, there, results, after=self._newest)
         for each in sorted(young, key=lambda one: one.age):

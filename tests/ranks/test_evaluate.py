@@ -288,6 +288,8 @@ def test_two_evaluators_do_not_do_the_same_work(folder: Path) -> None:
         done = _evaluate(folder)
         assert (done.code, _started(folder)) == (2, {10: 1})
         assert "another lockstep evaluate is at work on" in done.err
+        told = holds(_evaluate(folder, "--json").out, "lockstep.error/1")
+        assert (told["code"], told["exit_code"]) == ("checkpoint-error", 2)
         _let_go(folder)
         assert evaluator.finish().code == 0
     assert _started(folder) == {10: 1, 5: 1}

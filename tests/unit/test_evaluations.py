@@ -182,6 +182,8 @@ def test_results_of_steps_that_are_taken_again_are_void(tmp_path: Path) -> None:
     lineage.end()
     assert _counted(lineage) == ["step-00000010", "step-00000020", "step-00000030"]
     assert LineageRecord.from_json(evaluations.read(FILE)).ended
+    lineage.add(*saved[30])  # a save after the last epoch
+    assert LineageRecord.from_json(evaluations.read(FILE)).ended
     for step in (10, 30):  # pruned, and set aside
         run_folder(tmp_path).remove(saved[step][0].name)
     resumed = Lineage(tmp_path)

@@ -25,7 +25,7 @@ from lockstep.checkpoint import folders
 from lockstep.checkpoint.evaluations import Evaluated, Evaluations, is_identity
 from lockstep.checkpoint.locks import CheckpointGone
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.read import read_manifest
+from lockstep.checkpoint.read import read_manifest_unheld
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import describe
 from lockstep.errors import CheckpointCorrupt, CheckpointError
@@ -77,6 +77,8 @@ class Lineage:
         self._root, self._on = root, on
         #: Name -> identity, oldest first.
         self._known: dict[str, str] = {}
+        #: Whether all epochs are done.
+        self._ended = False
         #: The age of the checkpoint that the run has resumed from.
         self._resumed_from = (-1, 0)
         #: The results that were looked up in the folder, by name, and whether they count.
@@ -87,13 +89,13 @@ class Lineage:
     def begin(self) -> None:
         """Note that the run begins, with no checkpoint to resume from."""
         with self._lock:
-            self._known, self._resumed_from, self._looked_up = {}, (-1, 0), {}
-            self._write(ended=False)
+            self._known, self._resumed_from, self._looked_up, self._ended = {}, (-1, 0), {}, False
+            self._write()
 
     def resume_from(self, folder: PurePath, manifest: Manifest) -> None:
         """Drop what is newer than a checkpoint from which the run resumes."""
         with self._lock:
-            self._resumed_from, self._looked_up = folders.age(folder), {}
+            self._resumed_from, self._looked_up, self._ended = folders.age(folder), {}, False
             try:
                 told = LineageRecord.from_json(self.evaluations.read(FILE))
             except (OSError, CheckpointError) as error:
@@ -101,7 +103,7 @@ class Lineage:
                 told = LineageRecord()
             known = [*told.checkpoints, *self._known.items(), (folder.name, manifest.identity)]
             self._known = {name: digest for name, digest in known if _age(name) <= self._resumed_from}
-            self._write(ended=False)
+            self._write()
 
     def add(self, folder: PurePath, manifest: Manifest) -> None:
         """Note a checkpoint that the run has saved."""
@@ -110,12 +112,13 @@ class Lineage:
             self._known[folder.name] = manifest.identity
             while len(self._known) > _MOST:
                 self._known.pop(next(iter(self._known)))
-            self._write(ended=False)
+            self._write()
 
     def end(self) -> None:
         """Note that the run has done all its epochs."""
         with self._lock:
-            self._write(ended=True)
+            self._ended = True
+            self._write()
 
     def results(self) -> list[Evaluated]:
         """Return the numbers that were found of this run's checkpoints so far, in order of their steps."""
@@ -135,10 +138,10 @@ class Lineage:
             self._looked_up[evaluated.name] = lies_there(self._root, evaluated, on=self._on)
         return self._looked_up[evaluated.name]
 
-    def _write(self, *, ended: bool) -> None:
+    def _write(self) -> None:
         try:
             if self.evaluations.exists():
-                self.evaluations.write(FILE, LineageRecord(ended, tuple(self._known.items())).to_json())
+                self.evaluations.write(FILE, LineageRecord(self._ended, tuple(self._known.items())).to_json())
         except (OSError, CheckpointError) as error:
             self._warn(error)
 
@@ -168,7 +171,7 @@ def results_of_a_run_at_rest(root: PurePath) -> list[Evaluated]:
 def lies_there(root: PurePath, evaluated: Evaluated, *, on: Storage = POSIX) -> bool:
     """Return whether the very checkpoint that was evaluated lies in the run's folder."""
     try:
-        return read_manifest(root / evaluated.checkpoint, on=on).identity == evaluated.digest
+        return read_manifest_unheld(root / evaluated.checkpoint, on=on).identity == evaluated.digest
     except (CheckpointCorrupt, CheckpointGone):
         return False
 

@@ -149,14 +149,19 @@ def read_model_unheld(folder: PurePath, *, on: Storage = POSIX) -> tuple[Manifes
         CheckpointGone: it was removed before all of it was read.
         CheckpointCorrupt: as :func:`read`.
     """
-    folder = _resolved(folder)
-    try:
-        with _opened(folder, None, on, held=False) as reader:
-            return reader.manifest, reader.model()
-    except CheckpointCorrupt:
-        if run_folder(folder.parent, on).has_manifest(folder.name):
-            raise
-        raise CheckpointGone(f"{folder}: this checkpoint was removed while it was read") from None
+    with _unheld(folder, on) as reader:
+        return reader.manifest, reader.model()
+
+
+def read_manifest_unheld(folder: PurePath, *, on: Storage = POSIX) -> Manifest:
+    """Read the manifest of a checkpoint, without keeping anybody from removing the checkpoint meanwhile.
+
+    Raises:
+        CheckpointGone: it was removed.
+        CheckpointCorrupt: as :func:`read_manifest`.
+    """
+    with _unheld(folder, on) as reader:
+        return reader.manifest
 
 
 def read_manifest(folder: PurePath, *, on: Storage = POSIX) -> Manifest:
@@ -259,6 +264,19 @@ def _opened(folder: PurePath, owners: Sequence[int] | None, on: Storage, *, held
             yield _Reader(folder, opened, owners)
         finally:
             opened.close()
+
+
+@contextmanager
+def _unheld(folder: PurePath, on: Storage) -> Iterator[_Reader]:
+    """Open a checkpoint that may be removed within the block, which is CheckpointGone then."""
+    folder = _resolved(folder)
+    try:
+        with _opened(folder, None, on, held=False) as reader:
+            yield reader
+    except CheckpointCorrupt:
+        if run_folder(folder.parent, on).has_manifest(folder.name):
+            raise
+        raise CheckpointGone(f"{folder}: this checkpoint was removed while it was read") from None
 
 
 def _resolved(folder: PurePath) -> PurePath:

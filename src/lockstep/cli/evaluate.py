@@ -92,7 +92,7 @@ def evaluate(
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup
             signal.signal(signum, _leave)
-    with errors(ValueError):
+    with errors(ValueError, in_lines=True):
         asked = following.EvaluateOptions(
             Program.read(program, args, is_module),
             folder if not isinstance(folder, Path) else folder.absolute(),

@@ -79,11 +79,12 @@ def say(text: object) -> None:
 
 
 @contextmanager
-def errors(*kinds: type[Exception]) -> Iterator[None]:
+def errors(*kinds: type[Exception], in_lines: bool = False) -> Iterator[None]:
     """Show errors as one line, after the command's name, with exit code 2; with --json also as JSON.
 
     Args:
         kinds: errors that are shown so beside lockstep's own and the system's.
+        in_lines: True: the JSON of the command is objects in lines, and so is the error.
     """
     from lockstep import _files
     from lockstep.errors import LockstepError, code_of
@@ -97,6 +98,7 @@ def errors(*kinds: type[Exception]) -> Iterator[None]:
         given = click.get_current_context().params
         if given.get("as_json") or str(given.get("json_file")) == "-":
             code = code_of(error) or (OtherError.SYSTEM if of_system else OtherError.ARGUMENT).code
-            print_json("error", {"code": code, "type": type(error).__name__, "message": text, "exit_code": 2})
+            shows = print_json_line if in_lines else print_json
+            shows("error", {"code": code, "type": type(error).__name__, "message": text, "exit_code": 2})
         say(text)
         sys.exit(2)

@@ -17,7 +17,7 @@ from lockstep.checkpoint import lineage
 from lockstep.checkpoint.evaluations import FOLDER, TRIES, Evaluated, Evaluations
 from lockstep.checkpoint.lineage import LineageRecord
 from lockstep.checkpoint.locks import CheckpointGone
-from lockstep.checkpoint.read import read_manifest
+from lockstep.checkpoint.read import read_manifest_unheld
 from lockstep.checkpoint.run_folder import Hold, RunFolder, run_folder
 from lockstep.errors import CheckpointCorrupt, CheckpointError, LockstepError
 from lockstep.launch.spec import Program, check_program
@@ -272,7 +272,7 @@ class _Evaluator:
         for path in self._folder.checkpoints():
             key = path.name, _number_of(path)
             try:
-                identities[key] = self._identities.get(key) or read_manifest(path).identity
+                identities[key] = self._identities.get(key) or read_manifest_unheld(path).identity
             except CheckpointGone:
                 continue
             except CheckpointCorrupt as error:

@@ -167,7 +167,7 @@ def _let_go(folder: Path) -> None:
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_every_checkpoint_of_a_training_has_its_numbers_at_its_step(folder: Path, ranks: str) -> None:
-    with _begin(folder, "--follow", "--json", "-n", ranks) as evaluator:
+    with _begin(folder, "--follow", "--patience", "600", "--json", "-n", ranks) as evaluator:
         _train(folder, how="paced", ranks="2")
         done = evaluator.finish()
     assert done.code == 0, done

@@ -81,6 +81,9 @@ def hold(where):
             time.sleep(0.01)
 
 assert sys.argv[1:] == ["--some", "option"], sys.argv
+if how == "late":
+    hold(how)
+    sys.exit(4)
 if how == "fail":
     print("this is what it says")
     sys.exit(3)
@@ -278,6 +281,23 @@ def test_a_script_that_fails_is_tried_three_times_and_named(folder: Path) -> Non
     done = _evaluate(folder, "--retry-failed")
     assert done.code == 0, done
     assert _evaluated(folder) == _scores(folder, 5)
+
+
+def test_a_failure_is_one_also_where_the_checkpoint_has_gone(folder: Path) -> None:
+    _train(folder, epochs=2)
+    _held(folder, "late")
+    with _begin(folder, "--json") as evaluator:
+        wait_for((folder / "holds").exists, "the evaluation of step 10")
+        assert run_folder(folder / "runs/x").remove("step-00000010")
+        _let_go(folder)
+        done = evaluator.finish()
+    assert done.code == 1, done
+    told = [holds(line, "lockstep.evaluate/1") for line in done.out.splitlines()]
+    assert [(each["step"], each["code"], each["again"]) for each in told] == [
+        (10, "evaluation-failed", False),
+        (5, "evaluation-done", False),
+    ]
+    assert "1 checkpoint evaluated, 1 failed (step 10)" in done.err
 
 
 def test_two_evaluators_do_not_do_the_same_work(folder: Path) -> None:

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -23,17 +24,21 @@ from lockstep import knobs
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.evaluation import EvaluationOrder, read_report
 from lockstep.checkpoint.evaluations import TRIES, Evaluated, Evaluations
+from lockstep.checkpoint.lease import Sign
 from lockstep.checkpoint.lineage import FILE, Lineage, LineageRecord, results_of_a_run_at_rest
-from lockstep.checkpoint.locks import CheckpointGone
+from lockstep.checkpoint.locks import CheckpointGone, Owner
 from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.object_store import ObjectStore
 from lockstep.checkpoint.read import read_manifest, read_model_unheld
 from lockstep.checkpoint.retention import Retention, prune
 from lockstep.checkpoint.run_folder import run_folder
 from lockstep.checkpoint.state import Moment
 from lockstep.errors import CheckpointCorrupt, LockstepError
+from lockstep.launch.spec import Program
 from lockstep.metrics.file import LogFile, add_lines, evaluation_line
 from lockstep.metrics.sinks import Sink
 from lockstep.tools.evaluate.choice import Candidate, left_out, next_one
+from lockstep.tools.evaluate.follow import EvaluateOptions, Telling, evaluate
 from tests.checkpoints import State, save
 from tests.stores import in_memory
 
@@ -269,6 +274,39 @@ def test_the_list_of_a_long_run_has_an_end(tmp_path: Path, monkeypatch: pytest.M
         lineage.add(tmp_path / f"step-{step:08d}", manifest)
     names = [name for name, _ in LineageRecord.from_json(Evaluations(tmp_path).read(FILE)).checkpoints]
     assert names == ["step-00000003", "step-00000004", "step-00000005"]
+
+
+def test_an_owner_in_a_store_that_gives_no_sign_of_life_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner is on another machine, so that nobody here can know that it was killed."""
+    monkeypatch.setenv(knobs.TIMES, "lease=1")
+    with in_memory() as address:
+        root = address / "run"
+        _save(root, 5)
+        store = ObjectStore.opened("memory")
+        sign = Sign(replace(Owner.this_process(), host="elsewhere"), "nonce")
+        store.put(f"{root.key}/owner-00000001.json", sign.to_json())
+        heard: list[str] = []
+        tell = Telling(lambda _: None, heard.append, lambda _step, _seconds: None)
+        program = Program(__file__)
+        Evaluations(root).put(
+            Evaluated("step-00000005", read_manifest(root / "step-00000005").identity, {}, 1, "", 1, 1)
+        )
+        asked = EvaluateOptions(program, root, follows=True, patience=0.2)
+        monkeypatch.setattr("lockstep.tools.evaluate.follow._pause", lambda _root: 0.05)
+        beats = threading.Event()
+
+        def beat() -> None:
+            for number in range(1, 4):
+                store.put(f"{root.key}/owner-00000001.json", replace(sign, beat=number).to_json())
+                beats.wait(0.3)
+
+        alive = threading.Thread(target=beat)
+        begun = time.monotonic()
+        alive.start()
+        evaluate(asked, tell)
+        alive.join()
+        assert 1.8 < time.monotonic() - begun < 120
+        assert [words for words in heard if "no job trains in" in words]
 
 
 # What is kept.

@@ -40,6 +40,11 @@ class EvaluationOrder:
     #: The file for the numbers that the script reports.
     report: str
 
+    @property
+    def gone(self) -> str:
+        """The file that a script leaves which finds its checkpoint gone."""
+        return f"{self.report}.gone"
+
     def write(self, path: str | PurePath) -> None:
         """Write it to a file (0600)."""
         write_whole(str(path), json.dumps(vars(self)))
@@ -127,9 +132,14 @@ class Evaluation:
             CheckpointMismatch, CheckpointCorrupt: as :func:`lockstep.load_weights`.
         """
         refuse_targets(model)
-        manifest, state = read_model_unheld(self.folder)
-        if self._order is not None and manifest.identity != self._order.digest:
-            raise CheckpointGone(f"{self.folder}: another checkpoint has taken the place of the one to evaluate")
+        try:
+            manifest, state = read_model_unheld(self.folder)
+            if self._order is not None and manifest.identity != self._order.digest:
+                raise CheckpointGone(f"{self.folder}: another checkpoint has taken the place of the one to evaluate")
+        except CheckpointGone:
+            if self._order is not None:  # so that this is not taken for a failure of the script
+                write_whole(self._order.gone, "")
+            raise
         return into(model, self.folder, state, device=device, strict=strict, prefix=prefix)
 
     def report(self, numbers: Mapping[str, Any] | None = None, /, **named: Any) -> None:

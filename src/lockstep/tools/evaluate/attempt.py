@@ -72,13 +72,16 @@ def attempt(
         tick: called once a second, with the seconds so far.
     """
     order, report = home / "order.json", home / "report.json"
-    EvaluationOrder(str(checkpoint), digest, str(report)).write(order)
+    given = EvaluationOrder(str(checkpoint), digest, str(report))
+    given.write(order)
     begun = time.monotonic()
     code = _launch(program, order, ranks=ranks, limit=limit, home=home, tick=tick)
     seconds = time.monotonic() - begun
     if code is None:
         why = f"it was stopped after {as_clock(limit)}, the limit of an evaluation (--limit)"
         return EvaluationAttempt(EvaluationEnd.LIMIT, None, why, seconds, None)
+    if code != 0 and os.path.exists(given.gone):
+        return EvaluationAttempt(EvaluationEnd.GONE, None, EvaluationEnd.GONE.value, seconds, code)
     if code != 0:
         return EvaluationAttempt(EvaluationEnd.FAILED, None, _exit_words(code), seconds, code)
     try:

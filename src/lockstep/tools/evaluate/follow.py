@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
 from lockstep import knobs
@@ -196,9 +196,11 @@ class _Evaluator:
         listed = folder.checkpoints()
         #: The age of the newest checkpoint that was there at the beginning.
         self._newest = Candidate(listed[0].name, "").age if listed else (-1, 0)
-        #: When the run was last seen to have an owner; whether it ever was; whether it was said that it has none.
-        self._alive_at, self._was_alive, self._said_alone = time.monotonic(), False, False
-        self._said_of_lines = ""
+        #: Whether the run was ever seen to have an owner, and since when it was seen to have none; None: it has one.
+        self._was_alive = False
+        self._alone_since: float | None = None
+        #: The owner's last sign of life, and when it was new.
+        self._beat: tuple[tuple[str, int] | None, float] = (None, 0.0)
         #: What the run said of itself at the beginning.
         self._first = self._record()
         #: Whether a script has failed, so that somebody may want to read what it printed.
@@ -230,21 +232,30 @@ class _Evaluator:
     def _goes_on(self) -> bool:
         """Return whether the run may make more checkpoints. See Note [The end of a run]."""
         now = time.monotonic()
-        if self._folder.owner_now() is not None:
-            self._alive_at, self._was_alive, self._said_alone = now, True, False
+        if self._has_owner(now):
+            self._was_alive, self._alone_since = True, None
             return True
         record = self._record()
         if record.ended and (self._was_alive or record != self._first):
             return False
-        if now - self._alive_at >= self._asked.patience:
-            return False
-        if not self._said_alone:
-            self._said_alone = True
+        if self._alone_since is None:
+            self._alone_since = now
             self._tell.say(
                 f"no job trains in {self._folder.path}; one has {as_clock(self._asked.patience)} to begin, or to go on "
                 "(--patience)"
             )
-        return True
+        return now - self._alone_since < self._asked.patience
+
+    def _has_owner(self, now: float) -> bool:
+        """Return whether a job owns the folder, and lives: one that gives signs of life has given one of late."""
+        if self._folder.owner_now() is None:
+            return False
+        beat = self._folder.beat_now()
+        if beat is None:
+            return True
+        if beat != self._beat[0]:
+            self._beat = beat, now
+        return now - self._beat[1] < knobs.times().lease
 
     def _record(self) -> LineageRecord:
         """Return what the run says of itself."""
@@ -252,11 +263,11 @@ class _Evaluator:
 
     def _look(self) -> Candidate | None:
         """Return the checkpoint to evaluate next, after a word on those that have gone."""
-        there = self._there()
+        saved = {Candidate(*pair) for pair in self._record().checkpoints}
+        there = self._there()  # after the record, or what is saved in between would pass for removed
         results = {(each.checkpoint, each.digest): each for each in self._evaluations.all()}
         self._seen |= there
-        saved = (Candidate(name, digest) for name, digest in self._record().checkpoints)
-        known = {*self._seen, *saved} - self._told
+        known = (self._seen | saved) - self._told
         young = choice.left_out(known & self._seen, there, results, after=(-1, 0))
         young += choice.left_out(known - self._seen, there, results, after=self._newest)
         for each in sorted(young, key=lambda one: one.age):
@@ -305,32 +316,39 @@ class _Evaluator:
         result = Evaluated(
             chosen.name, chosen.digest, done.numbers, tries, done.why, round(done.seconds, 3), round(time.time(), 3)
         )
-        is_gone = done.numbers is None and not lineage.lies_there(self._folder.path, result)
-        if not is_gone:
+        if done.end is EvaluationEnd.GONE:
+            self._identities = {}
+            if lineage.lies_there(self._folder.path, result):
+                done = replace(done, end=EvaluationEnd.FAILED, why="it did not find the checkpoint, which is there")
+                result = replace(result, failure=done.why)
+        if done.end is not EvaluationEnd.GONE:
             self._hold.check()
             self._evaluations.put(result)
-        self._note(chosen, result, done, output_of(home), is_gone=is_gone)
+        self._note(chosen, result, done, output_of(home))
 
-    def _note(self, chosen: Candidate, result: Evaluated, done: EvaluationAttempt, log: Path, *, is_gone: bool) -> None:
+    def _note(self, chosen: Candidate, result: Evaluated, done: EvaluationAttempt, log: Path) -> None:
         """Count what became of an attempt, and tell it."""
-        self._has_failed |= result.numbers is None and not is_gone
-        if is_gone:
-            self._told.add(chosen)
+        has_failed = done.end in (EvaluationEnd.FAILED, EvaluationEnd.LIMIT)
+        self._has_failed |= has_failed
+        again = has_failed and not result.is_final and lineage.lies_there(self._folder.path, result)
+        if done.end is EvaluationEnd.GONE:
             self._tally.missed.append(result.step)
         elif result.numbers is not None:
             self._tally.done.append(result.step)
-        elif result.is_final:
+        elif not again:
             self._tally.failed.append(result.step)
+        if not again:
+            self._told.add(chosen)
         self._tell.outcome(
             EvaluationOutcome(
                 chosen.name,
                 chosen.digest,
                 result.step,
-                EvaluationEnd.GONE if is_gone else done.end,
+                done.end,
                 done.numbers,
                 done.why,
                 result.tries,
-                again=not is_gone and not result.is_final,
+                again=again,
                 seconds=done.seconds,
                 exit_code=done.exit_code,
                 log=log,
@@ -351,8 +369,7 @@ class _Evaluator:
             words = "another process has it open, and takes the results if it is the run's log" if done is None else ""
         except LockstepError as error:
             words = str(error)
-        if words and last and words != self._said_of_lines:
-            self._said_of_lines = words
+        if words and last:
             self._tell.say(f"{Path(root, NAME)} was not written: {words}; the results are in {self._evaluations.path}")
 
 

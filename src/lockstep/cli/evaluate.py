@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.cli.options import AS_JSON, PASSES_ON, TIME_LIMIT, RunPath, log_dir, takes_program
+from lockstep.cli.options import PASSES_ON, TIME_LIMIT, RunPath, log_dir, takes_program
 from lockstep.cli.terminal import errors, print_json_line, say
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 @click.option(
     "--retry-failed", is_flag=True, help="Try again the checkpoints that are in FOLDER and whose evaluations failed."
 )
-@AS_JSON
+@click.option("--json", "as_json", is_flag=True, help="Print each result as a line of JSON.")
 @click.argument("folder", type=RunPath())
 @takes_program
 def evaluate(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from collections.abc import Set
+
+from lockstep.topology import format_cpus
 
 #: How nice an evaluator is at least. A nice of 10 has a tenth of the time of an equal process without.
 NICE = 10
@@ -47,7 +50,5 @@ def keep_to(cores: frozenset[int]) -> None:
     os.sched_setaffinity(0, cores)
 
 
-def _words(cores: frozenset[int] | set[int]) -> str:
-    from lockstep.topology import format_cpus
-
+def _words(cores: Set[int]) -> str:
     return format_cpus(cores) or "none"

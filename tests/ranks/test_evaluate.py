@@ -41,7 +41,11 @@ best = lockstep.Retention(last=1, best=1, mode="max", by="eval/rank")
 saved = lockstep.Checkpointer(
     folder, model=model, optimizer=optimizer, loader=loader, keep=best if keep == "best" else None
 )
-log = lockstep.Log(saved if "://" not in folder else "logged", every=2, after=None)
+if "://" in folder:
+    saved.restore()
+    log = lockstep.Log("logged", every=2, after=saved.step or None, evaluated=saved)
+else:
+    log = lockstep.Log(saved, every=2)
 for epoch in saved.epochs(int(epochs)):
     optimizer.param_groups[0]["lr"] = float(lr)  # not the one that was saved
     for inputs, targets in loader:
@@ -49,7 +53,7 @@ for epoch in saved.epochs(int(epochs)):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        log(loss=loss)
+        log(loss=loss, **({"step": saved.step} if "://" in folder else {}))
     saved.save()
     limit = time.monotonic() + 120
     results = Path(folder, "evaluations")
@@ -132,8 +136,8 @@ def _begin(folder: Path, *options: str, cold: bool = False) -> Running:
     return start(_words(*options), folder, torch=True, cold=cold, LOCKSTEP_TIMES=_TIMES)
 
 
-def _lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "runs/x/metrics.jsonl").read_text().splitlines()]
+def _lines(folder: Path, path: str = "runs/x/metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / path).read_text().splitlines()]
 
 
 def _evaluated(folder: Path) -> dict[int, float]:
@@ -407,5 +411,10 @@ def test_a_run_in_a_store_is_evaluated_and_keeps_its_best(folder: Path, server: 
     _train(folder, env, root=root, keep="best")
     kept = {key.split("/")[1] for key in server.objects() if key.startswith("evaluated/step-")}
     assert kept == {"step-00000010", "step-00000015"}
-    done = _evaluate(folder, root=root, **env)
+    lines = _lines(folder, "logged/metrics.jsonl")
+    assert {line["step"]: line["eval/rank"] for line in lines if "evaluation" in line} == {5: 1.0, 10: 3.0}
+    done = _evaluate(folder, "--metrics", "logged/metrics.jsonl", root=root, **env)
     assert (done.code, _started(folder)) == (0, {10: 1, 5: 1, 15: 1})
+    lines = _lines(folder, "logged/metrics.jsonl")
+    assert [line["step"] for line in lines if "evaluation" in line] == [5, 10, 15]
+    assert [line["step"] for line in lines if "loss" in line] == [2, 4, 6, 8, 10, 12, 14, 15]

@@ -276,6 +276,19 @@ def test_the_list_of_a_long_run_has_an_end(tmp_path: Path, monkeypatch: pytest.M
     assert names == ["step-00000003", "step-00000004", "step-00000005"]
 
 
+def test_a_store_is_asked_for_results_once_in_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    with in_memory() as address:
+        root = address / "run"
+        saved = _save(root, 5)
+        lineage = Lineage(root)
+        lineage.add(*saved)
+        assert lineage.results() == []
+        Evaluations(root).put(_evaluated(*saved, loss=1.0))
+        assert lineage.results() == [], "it was asked a moment ago"
+        monkeypatch.setattr(lineage, "_next_look", 0.0)
+        assert _counted(lineage) == ["step-00000005"]
+
+
 def test_an_owner_in_a_store_that_gives_no_sign_of_life_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner is on another machine, so that nobody here can know that it was killed."""
     monkeypatch.setenv(knobs.TIMES, "lease=1")

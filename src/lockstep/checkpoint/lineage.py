@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from lockstep import callsite
+from lockstep import callsite, knobs
+from lockstep._files import StorePath
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.evaluations import Evaluated, Evaluations, is_identity
 from lockstep.checkpoint.locks import CheckpointGone
@@ -83,6 +85,8 @@ class Lineage:
         self._resumed_from = (-1, 0)
         #: The results that were looked up in the folder, by name, and whether they count.
         self._looked_up: dict[str, bool] = {}
+        #: The time before which a store is not asked again.
+        self._next_look = 0.0
         #: A save in the background adds to the list while the loop logs.
         self._lock = threading.Lock()
 
@@ -121,8 +125,15 @@ class Lineage:
             self._write()
 
     def results(self) -> list[Evaluated]:
-        """Return the numbers that were found of this run's checkpoints so far, in order of their steps."""
+        """Return the numbers that were found of this run's checkpoints so far, in order of their steps.
+
+        In a store it looks once in some seconds, and returns none in between.
+        """
         with self._lock:
+            if isinstance(self._root, StorePath):  # each look is a request, which a log at its line waits for
+                if time.monotonic() < self._next_look:
+                    return []
+                self._next_look = time.monotonic() + knobs.times().evaluate_look_in_store
             try:
                 return [each for each in self.evaluations.all() if each.numbers is not None and self._counts(each)]
             except (OSError, CheckpointError) as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.cli.options import PASSES_ON, TIME_LIMIT, RunPath, log_dir, takes_program
+from lockstep.cli.options import PASSES_ON, TIME_LIMIT, LocalPath, RunPath, log_dir, takes_program
 from lockstep.cli.terminal import errors, print_json_line, say
 
 if TYPE_CHECKING:
@@ -54,6 +54,12 @@ if TYPE_CHECKING:
     "Folder for what PROGRAM prints. [default: evaluations/logs in FOLDER; for a run in a store a temporary folder]"
 )
 @click.option(
+    "--metrics",
+    type=LocalPath(dir_okay=False),
+    metavar="FILE",
+    help="The file of the run's lockstep.Log. [default: metrics.jsonl in FOLDER; for a run in a store none]",
+)
+@click.option(
     "--retry-failed", is_flag=True, help="Try again the checkpoints that are in FOLDER and whose evaluations failed."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print each result as a line of JSON.")
@@ -66,6 +72,7 @@ def evaluate(
     limit: float,
     patience: float,
     log_dir: Path | None,
+    metrics: Path | None,
     retry_failed: bool,
     as_json: bool,
     folder: PurePath,
@@ -101,6 +108,7 @@ def evaluate(
             limit=limit,
             patience=patience,
             log_dir=log_dir,
+            metrics=metrics,
             retries=retry_failed,
         )
         if cores is not None:

@@ -62,6 +62,8 @@ class Log:
             first call of the log. None in the list is skipped.
         after: for a path, the step that the run resumes from: later lines are cut off. None: the run begins; an
             existing file is renamed (``metrics-1.jsonl``).
+        evaluated: for a path, the Checkpointer of this run, whose folder is in a store: what ``lockstep evaluate``
+            finds of its checkpoints gets lines too, as it does without this where ``run`` is a Checkpointer.
 
     Raises:
         LockstepError: ``lockstep.init()`` has not been called.
@@ -76,6 +78,7 @@ class Log:
         seconds: float | None = None,
         sinks: Sequence[Any] = (),
         after: int | None = None,
+        evaluated: LoggedRun | None = None,
     ) -> None:
         world = current_world()
         if world is None:
@@ -97,27 +100,31 @@ class Log:
         def check() -> None:
             return None
 
-        evaluated: Callable[[], Sequence[EvaluationResult]] = tuple
+        if evaluated is not None and not hasattr(evaluated, "_evaluated"):
+            raise TypeError(f"evaluated={type(evaluated).__name__}: expected a lockstep.Checkpointer")
+        results: Callable[[], Sequence[EvaluationResult]] = tuple if evaluated is None else _evaluated_of(evaluated)
         if isinstance(run, (str, PathLike)):
             path = local_path(run, "run").absolute()
             path = path if path.suffix == ".jsonl" else path / NAME
         elif hasattr(run, "_add_follower"):
             if after is not None:
                 raise ValueError(f"after={after}: the Checkpointer knows which step the run resumes from")
+            if evaluated is not None:
+                raise ValueError("evaluated: a log of a Checkpointer has what is found of its checkpoints anyway")
             if not isinstance(run.folder, Path):
                 raise ValueError(
                     f"run: the checkpoints are in a store, {run.folder}, and a log is a file of this machine: give "
                     "lockstep.Log a path"
                 )
             self._run, path = run, run.folder / NAME
-            check, evaluated = _check_of(run), _evaluated_of(run)
+            check, results = _check_of(run), _evaluated_of(run)
         else:
             raise TypeError(f"run={type(run).__name__}: expected a lockstep.Checkpointer or a path")
         if every is None and seconds is None:
             every = _EVERY
         #: The path of the file with the lines.
         self.path = path
-        self._lines = Lines(world, Target(path, every, seconds, tuple(sinks), check, evaluated), after=after)
+        self._lines = Lines(world, Target(path, every, seconds, tuple(sinks), check, results), after=after)
         if self._run is not None:
             self._run._add_follower(self._lines)
         # The lines of a Checkpointer live as long as it does: the ranks' garbage collectors may find an unused log at

@@ -49,6 +49,8 @@ class EvaluateOptions:
     patience: float = 120.0
     #: The folder for what the script prints; None: below the results, or a temporary one if the run is in a store.
     log_dir: Path | None = None
+    #: The file of the run's log; None: beside the checkpoints, which a store does not have.
+    metrics: Path | None = None
     #: True: checkpoints whose evaluation has failed before are tried again.
     retries: bool = False
 
@@ -358,19 +360,20 @@ class _Evaluator:
     def _write_lines(self, *, last: bool = False) -> None:
         """Write the lines of results into metrics.jsonl where no job does. See Note [Lines of evaluations]."""
         root = self._folder.path
-        if isinstance(root, StorePath) or self._folder.owner_now() is not None:
+        path = self._asked.metrics or (None if isinstance(root, StorePath) else Path(root, NAME))
+        if path is None or self._has_owner(time.monotonic()):
             return
         lines = [
             evaluation_line(each.name, step=each.step, time=each.time, numbers=each.numbers or {})
             for each in lineage.results_of_a_run_at_rest(root)
         ]
         try:
-            done = add_lines(Path(root, NAME), lines)
+            done = add_lines(path, lines)
             words = "another process has it open, and takes the results if it is the run's log" if done is None else ""
         except LockstepError as error:
             words = str(error)
         if words and last:
-            self._tell.say(f"{Path(root, NAME)} was not written: {words}; the results are in {self._evaluations.path}")
+            self._tell.say(f"{path} was not written: {words}; the results are in {self._evaluations.path}")
 
 
 def _number_of(path: PurePath) -> int:

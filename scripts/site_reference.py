@@ -84,8 +84,9 @@ GROUPS = (
     Group(
         "saving",
         "Checkpoints",
-        "Saving, resuming, and weights from other files. See :doc:`checkpoints </checkpoints>`.",
-        "Checkpointer Restored Retention load_weights LoadedWeights",
+        "Saving, resuming, weights from other files, and evaluation beside training. See :doc:`checkpoints "
+        "</checkpoints>` and :doc:`evaluation </evaluate>`.",
+        "Checkpointer Restored Retention load_weights LoadedWeights Evaluation",
     ),
     Group(
         "numbers",

@@ -122,7 +122,7 @@ def save(
                 where,
                 peers=peers,
                 check=lambda: None,
-                tidy=lambda new: prune(root, new, rule, on=storage),
+                tidy=lambda new, _manifest: prune(root, new, rule, on=storage),
                 on=storage,
             ).folder
         except BaseException as error:  # noqa: BLE001  (handed to the test)

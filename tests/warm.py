@@ -83,6 +83,7 @@ _PRELOAD = [
     "lockstep.testing.plugin",
     "lockstep.progress",
     "lockstep.data.loader",
+    "lockstep.tools.evaluate.follow",
     "lockstep.tools.verify.runs",
     "lockstep.tools.verify.report",
     "lockstep.tools.verify.observe",
@@ -537,6 +538,7 @@ def _main(listener: int, modules: Sequence[str], optional: Sequence[str]) -> Non
         _end_after(lambda: _call(request))
     if "zygote" in request:
         _end_after(lambda: _be_zygote(request["zygote"], request["fds"]))
+    sys.modules["lockstep.tools.evaluate.attempt"].COMMAND = (str(commands / "lockstep"),)  # type: ignore[attr-defined]
     sys.modules["lockstep.tools.verify.runs"].COMMAND = (str(commands / "lockstep"),)  # type: ignore[attr-defined]
     sys.modules["lockstep.tools.port.verification"].COMMAND = (str(commands / "lockstep"),)  # type: ignore[attr-defined]
     # What a program changes before it begins, a process that is forked elsewhere would lack.

@@ -1,5 +1,6 @@
 # The public names and the modules that define them, for type checkers, and for __init__.py, which reads these lines.
 from lockstep.checkpoint.api import Checkpointer as Checkpointer
+from lockstep.checkpoint.evaluation import Evaluation as Evaluation
 from lockstep.checkpoint.restore import Restored as Restored
 from lockstep.checkpoint.retention import Retention as Retention
 from lockstep.checkpoint.weights import LoadedWeights as LoadedWeights

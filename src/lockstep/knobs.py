@@ -36,6 +36,8 @@
 ``LOCKSTEP_FLOPS``     1: count the FLOPs of one step of each rank, as ``lockstep run --flops`` does. By default 0.
 ``LOCKSTEP_PEAK_FLOPS`` FLOPs a second of one rank's device at its peak, e.g. 989T: count the FLOPs of a step, and say
                        which part of this peak they are, as ``lockstep run --peak-flops`` does.
+``LOCKSTEP_EVALUATION`` the file that names the checkpoint which this process evaluates; set by ``lockstep evaluate``,
+                       and read by ``lockstep.Evaluation``.
 ``LOCKSTEP_KEY``       32 random bytes as hexadecimal digits, or the path of a file (0600) that holds them: machines
                        that meet by ``--rdzv`` prove to each other that they know it.
 ``LOCKSTEP_SSH``       the ssh client for ``lockstep run --hosts``, with options if need be (``ssh -F FILE``). By
@@ -76,6 +78,7 @@ BIND = "LOCKSTEP_BIND"
 CORES = "LOCKSTEP_CORES"
 FLOPS = "LOCKSTEP_FLOPS"
 PEAK_FLOPS = "LOCKSTEP_PEAK_FLOPS"
+EVALUATION = "LOCKSTEP_EVALUATION"
 KEY = "LOCKSTEP_KEY"
 SSH = "LOCKSTEP_SSH"
 TRACEBACK = "LOCKSTEP_TRACEBACK"
@@ -318,6 +321,11 @@ def parse_peak(text: str) -> float:
     if found is None:
         raise ValueError("expected the FLOPs a second of one rank's device at its peak, such as 989T or 1.5P")
     return found
+
+
+def evaluation(env: Mapping[str, str] = os.environ) -> str | None:
+    """Return the file that names the checkpoint which this process evaluates, or None."""
+    return env.get(EVALUATION) or None
 
 
 def key(env: Mapping[str, str] = os.environ) -> str:

@@ -102,6 +102,17 @@ class Times:
     #: The time that a client has to leave once told to: more than ``farewell``.
     leaving: float = _limit(7.0)
 
+    # Evaluation beside training.
+    #: The interval between two looks for a checkpoint that is new; in an object store, where each look is a request
+    #: that some stores bill, the other one.
+    evaluate_look: float = _pause(1.0)
+    evaluate_look_in_store: float = _pause(10.0)
+    #: The time that the launcher of an evaluation has to end its ranks once it is told to.
+    evaluate_end: float = _limit(15.0)
+    #: The time for an evaluator that writes lines into metrics.jsonl, while a log waits for its lock: milliseconds, on
+    #: a disk that is not stuck.
+    log_lock: float = _limit(5.0)
+
     # Checkpoints in an object store.
     #: The interval between two signs of life of a run's owner. Each is a request, and some stores bill those.
     lease_beat: float = _pause(10.0)

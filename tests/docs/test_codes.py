@@ -29,6 +29,7 @@ SECTIONS = {
     "What a command is told of": "Notice",
     "Verdicts of the summary": "Bottleneck",
     "Where two runs part": "Parting",
+    "What became of an evaluation": "EvaluationEnd",
     "Verify: the verdict": "FindingKind",
     "Verify: where runs begin to differ": "Stage",
     "Verify: why they differ": "Cause",

@@ -563,6 +563,10 @@ def _log_before_resuming(folder: str) -> str:
     log = lockstep.Log(again, every=1)
     with pytest.raises(ValueError, match="the Checkpointer knows which step"):
         lockstep.Log(again, after=3)
+    with pytest.raises(ValueError, match="has what is found of its checkpoints anyway"):
+        lockstep.Log(again, evaluated=again)
+    with pytest.raises(TypeError, match="evaluated=Linear: expected a lockstep"):
+        lockstep.Log(f"{folder}/other", evaluated=model)  # type: ignore[arg-type]
     try:
         log(loss=1.0)
     except lockstep.CheckpointError as error:

@@ -29,7 +29,7 @@ OPTIONS = [
 ]
 
 
-def test_there_are_eight_commands_three_of_them_groups() -> None:
+def test_there_are_nine_commands_three_of_them_groups() -> None:
     assert list(COMMANDS)[1:] == [
         "run",
         *(
@@ -48,6 +48,7 @@ def test_there_are_eight_commands_three_of_them_groups() -> None:
         "replay",
         "checkpoint",
         *(f"checkpoint {name}" for name in ("ls", "show", "verify", "prune", "save", "rewind", "export")),
+        "evaluate",
         "verify",
         "port",
         "doctor",

@@ -250,6 +250,17 @@ def test_what_the_script_logged_is_found_where_it_was_written(tmp_path: Path) ->
     assert found[0].values[1] == 1 / 200
 
 
+def test_what_evaluations_found_is_drawn_where_training_was(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "metrics.jsonl", {"loss": lambda step: step})
+    with log.open("a") as file:
+        for step in (900, 350, 50, 6100, 300):  # the newest first, later than the run, and two of other runs
+            line = {"step": step, "time": BEGAN + 5000, "eval/acc": step, "evaluation": f"step-{step:08d}-0"}
+            file.write(json.dumps(line) + "\n")
+    loss, acc = _account(_with_log(tmp_path / "run", log)).metrics
+    assert (acc.name, len(loss.steps)) == ("eval/acc", 60)
+    assert (acc.steps, acc.times, acc.values) == ([300, 350, 900], [3.0, 3.0, 9.0], [300.0, 350.0, 900.0])
+
+
 def test_lines_of_other_runs_and_of_none_are_left_out(tmp_path: Path) -> None:
     log = write_log(tmp_path / "metrics.jsonl", {"loss": lambda step: step}, seconds=200)
     lines = log.read_text().splitlines()

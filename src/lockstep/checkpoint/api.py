@@ -22,7 +22,10 @@ from lockstep._files import run_path
 from lockstep.checkpoint.aside import Settle
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.boundary import StepBoundary
+from lockstep.checkpoint.evaluations import Evaluated
 from lockstep.checkpoint.finite import NOTHING_MEANT
+from lockstep.checkpoint.lineage import Lineage
+from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.match import bare
 from lockstep.checkpoint.missing import words_on_missing
 from lockstep.checkpoint.plan import WritePlan
@@ -79,7 +82,8 @@ class Checkpointer:
             mid-epoch; anything with ``state_dict`` and ``load_state_dict`` is taken.
         extra: more objects with a state, by name: ``{"scaler": scaler, "ema": ema}``. The same on all ranks.
         keep: the number of checkpoints to keep; None keeps all. A :class:`lockstep.Retention` has more rules: every
-            n-th, the best. Checkpoints that are being read are left for the next save to remove.
+            n-th, the best, also by what ``lockstep evaluate`` finds. Checkpoints that are being read are left for
+            the next save to remove.
 
     The folder belongs to this job until its ranks have ended, or rank 0 has dropped every Checkpointer of the folder:
     another job that makes a Checkpointer of it is refused. See Note [Run lock] in ``checkpoint/locks.py``, and for a
@@ -120,6 +124,8 @@ class Checkpointer:
         self._said_apart = self._said_missing = False
         #: True once this run owns the folder: it has resumed from it, found it empty, or has saved.
         self._owns_folder = False
+        #: The checkpoints from which this run has come; used on rank 0.
+        self._lineage = Lineage(self.folder, self._storage)
         #: The names of checkpoints that restore() found damaged.
         self._damaged: set[str] = set()
         #: The tensors that need not be finite; see Note [Finite] in ``finite.py``.
@@ -222,6 +228,8 @@ class Checkpointer:
             self.wait()
             for follower in self._followers:
                 follower.at_end(position.step)
+            if self._world.is_main:
+                self._lineage.end()
         finally:
             position.in_body = False
             self._boundary.close()
@@ -337,6 +345,10 @@ class Checkpointer:
         if self._resumed_from is not None:
             follower.resumed(self._resumed_from)
 
+    def _evaluated(self) -> list[Evaluated]:
+        """**Rank 0.** Return what ``lockstep evaluate`` has found of this run's checkpoints so far."""
+        return self._lineage.results()
+
     # Saving.
 
     @of_all_ranks("Checkpointer.save()")
@@ -428,7 +440,7 @@ class Checkpointer:
             moment,
             peers=peers,
             check=lambda: None if self._hold is None else self._hold.check(),
-            tidy=lambda newest: prune(self.folder, newest, self._rule, damaged=self._damaged, on=self._storage),
+            tidy=self._tidy,
             on=self._storage,
             after_reading=after_reading,
         )
@@ -436,6 +448,11 @@ class Checkpointer:
             notes.tell(notes.CHECKPOINT, step=moment.step)
         self._last_is_sound = saved.is_sound
         return saved
+
+    def _tidy(self, newest: PurePath, manifest: Manifest) -> None:
+        """**Rank 0.** Do what follows the commit of a checkpoint."""
+        self._lineage.add(newest, manifest)
+        prune(self.folder, newest, self._rule, damaged=self._damaged, on=self._storage)
 
     def _prepare(self, metric: float | None, epoch_done: bool | None) -> tuple[WritePlan, Moment]:
         """**Collective.** Return the plan of this rank's writes, with nothing copied yet, and the run's position."""
@@ -510,6 +527,8 @@ class Checkpointer:
             if error is not None:
                 raise error
             self._owns_folder = True
+            if self._world.is_main:
+                self._lineage.begin()
             for follower in self._followers:
                 follower.resumed(None)
             return None
@@ -517,6 +536,8 @@ class Checkpointer:
         load(contents, self._run, self._world)
         self._meant = self._run.meant(since=self._meant)
         self._position.resume_from(contents.manifest)
+        if self._world.is_main:
+            self._lineage.resume_from(folder, contents.manifest)
         self._owns_folder = True
         self._resumed_from = self._position.step
         for follower in self._followers:

@@ -123,7 +123,7 @@ def plan_pruning(root: PurePath, rule: Retention) -> PruningPlan:
     if search.found is None:
         raise CheckpointError(f"{root}: no checkpoint there is complete, so nothing is removed: {'; '.join(wrong)}")
     folder = search.found[0]
-    listed = entries(folder.parent, good=(folder.name,), damaged=[other.name for other in search.damaged])
+    listed = entries(folder.parent, good=(folder.name,), damaged=[other.name for other in search.damaged], by=rule.by)
     gone = superfluous(listed, rule)
     kept = tuple(entry for entry in listed if entry not in gone)
     return PruningPlan(folder, wrong, tuple(search.unsound.values()), kept, tuple(gone))

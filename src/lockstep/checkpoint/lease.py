@@ -88,9 +88,15 @@ def terms(store: ObjectStore, root: StorePath) -> list[int]:
 
 def owner_now(store: ObjectStore, root: StorePath) -> Owner | None:
     """Return the owner of the highest term, unless it has released the folder or is known to be gone."""
+    sign = sign_now(store, root)
+    return None if sign is None else sign.owner
+
+
+def sign_now(store: ObjectStore, root: StorePath) -> Sign | None:
+    """Return the sign of the owner of the highest term, unless it has released the folder or is known to be gone."""
     numbers = terms(store, root)
     sign = _read(store, root, numbers[-1]) if numbers else None
-    return None if sign is None or sign.released or sign.owner.is_gone else sign.owner
+    return None if sign is None or sign.released or sign.owner.is_gone else sign
 
 
 def _key(root: StorePath, term: int) -> str:

@@ -82,6 +82,11 @@ class Manifest:
         return self.not_finite is None and self.apart is None
 
     @property
+    def identity(self) -> str:
+        """The digest that tells this checkpoint from all others, also of the same step; see ``evaluations.py``."""
+        return digest_of(self.to_json())
+
+    @property
     def parts(self) -> dict[str, tuple[TensorPart, ...]]:
         """The parts of each file."""
         return {name: entry.parts for name, entry in self.files.items()}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Generic, TypeVar
@@ -142,6 +142,28 @@ def read_model(folder: PurePath, *, only_sound: bool = False, on: Storage = POSI
         return reader.model()
 
 
+def read_model_unheld(folder: PurePath, *, on: Storage = POSIX) -> tuple[Manifest, dict[str, Any]]:
+    """Read and verify the manifest and the model, without keeping anybody from removing the checkpoint meanwhile.
+
+    Raises:
+        CheckpointGone: it was removed before all of it was read.
+        CheckpointCorrupt: as :func:`read`.
+    """
+    with _unheld(folder, on) as reader:
+        return reader.manifest, reader.model()
+
+
+def read_manifest_unheld(folder: PurePath, *, on: Storage = POSIX) -> Manifest:
+    """Read the manifest of a checkpoint, without keeping anybody from removing the checkpoint meanwhile.
+
+    Raises:
+        CheckpointGone: it was removed.
+        CheckpointCorrupt: as :func:`read_manifest`.
+    """
+    with _unheld(folder, on) as reader:
+        return reader.manifest
+
+
 def read_manifest(folder: PurePath, *, on: Storage = POSIX) -> Manifest:
     """Read the manifest of a checkpoint; nothing else is verified.
 
@@ -233,15 +255,28 @@ def _first_complete(listed: Sequence[PurePath], read: Callable[[PurePath], Resul
 
 
 @contextmanager
-def _opened(folder: PurePath, owners: Sequence[int] | None, on: Storage) -> Iterator[_Reader]:
+def _opened(folder: PurePath, owners: Sequence[int] | None, on: Storage, *, held: bool = True) -> Iterator[_Reader]:
     root = run_folder(folder.parent, on)
-    with root.holding(folder.name):
+    with root.holding(folder.name) if held else nullcontext():
         with _failing_is_damage(folder, "can't be opened ({})"):
             opened = root.open(folder.name)
         try:
             yield _Reader(folder, opened, owners)
         finally:
             opened.close()
+
+
+@contextmanager
+def _unheld(folder: PurePath, on: Storage) -> Iterator[_Reader]:
+    """Open a checkpoint that may be removed within the block, which is CheckpointGone then."""
+    folder = _resolved(folder)
+    try:
+        with _opened(folder, None, on, held=False) as reader:
+            yield reader
+    except CheckpointCorrupt:
+        if run_folder(folder.parent, on).has_manifest(folder.name):
+            raise
+        raise CheckpointGone(f"{folder}: this checkpoint was removed while it was read") from None
 
 
 def _resolved(folder: PurePath) -> PurePath:

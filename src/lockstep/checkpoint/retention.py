@@ -14,12 +14,14 @@ from typing import Literal
 
 from lockstep import callsite
 from lockstep.checkpoint import folders
+from lockstep.checkpoint.evaluations import PREFIX, Evaluations
 from lockstep.checkpoint.locks import CheckpointGone
 from lockstep.checkpoint.read import read_manifest
 from lockstep.checkpoint.run_folder import run_folder
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import describe
 from lockstep.errors import CheckpointCorrupt, CheckpointError
+from lockstep.text import joined
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,15 @@ class Retention:
     last: int | None = 3
     #: Checkpoints whose step is a multiple of this are kept for good. None: no such rule.
     every: int | None = None
-    #: How many of the best are kept, by the metric of ``save(metric=…)``; of two equal ones the newer.
+    #: How many of the best are kept, by the metric of ``save(metric=…)`` or the number that ``by`` names; of two equal
+    #: ones the newer.
     best: int = 0
     #: "min" if the best metric is the smallest (a loss), "max" if it is the largest (an accuracy).
     mode: Literal["min", "max"] = "min"
+    #: The name of a number of ``lockstep evaluate`` by which the best are kept, such as ``"eval/accuracy"``. None: the
+    #: metric of ``save``. A checkpoint is among the best once its number is known, and till then it stays only if
+    #: another criterion keeps it.
+    by: str | None = None
 
     def __post_init__(self) -> None:
         if self.last is not None and self.last < 0:
@@ -50,6 +57,13 @@ class Retention:
             raise ValueError(f"best={self.best}: expected 0 or more")
         if self.mode not in ("min", "max"):
             raise ValueError(f"mode={self.mode!r}: expected 'min' or 'max'")
+        if self.by is not None and not (isinstance(self.by, str) and self.by.startswith(PREFIX)):
+            raise ValueError(
+                f"by={self.by!r}: expected the name of a number as metrics.jsonl has it, such as '{PREFIX}accuracy' "
+                "for evaluation.report(accuracy=…)"
+            )
+        if self.by is not None and not self.best:
+            raise ValueError(f"by={self.by!r} without best=: say how many of the best are kept")
 
 
 @dataclass(frozen=True)
@@ -61,7 +75,8 @@ class Entry:
     step: int
     #: The number of this save among those of the same step, from 1; the last one replaces the others.
     revision: int = 1
-    #: The metric it was saved with. With None or a number that is not finite it is never the best.
+    #: The metric it was saved with, or what an evaluation has found. With None or a number that is not finite it is
+    #: never the best.
     metric: float | None = None
     #: True if it is complete, False if it is damaged, None if it was not checked.
     good: bool | None = None
@@ -173,6 +188,7 @@ def entries(
     good: Collection[str] = (),
     damaged: Collection[str] = (),
     enough: int | None = None,
+    by: str | None = None,
     on: Storage = POSIX,
 ) -> list[Entry]:
     """List the checkpoints of a run as the rule sees them.
@@ -182,6 +198,7 @@ def entries(
         good, damaged: names of the folders that are known to be so. One without a manifest is damaged.
         enough: once this many steps of sound ones have been seen, newest first, read no manifest that a rule by steps
             alone can do without; None: read them all. A checkpoint whose manifest can't be read is damaged.
+        by: the rule's.
         on: the file system.
     """
     found = []
@@ -189,6 +206,7 @@ def entries(
     listed = run.checkpoints()
     saves = Counter(map(folders.step_of, listed))
     newest = max((folders.age(folder) for folder in listed if folder.name in good), default=(-1, 0))
+    evaluated = {} if by is None else _evaluated(root, listed, by, on)
     seen: set[int] = set()  # steps of the sound checkpoints that the rule chooses among
     for folder in listed:
         known = True if folder.name in good else False if folder.name in damaged else None
@@ -197,7 +215,8 @@ def entries(
         try:
             if enough is None or len(seen) < enough or saves[step] > 1:  # to decide which save of a step counts
                 manifest = read_manifest(folder, on=on)
-                metric, sound = manifest.metric, manifest.is_sound
+                sound = manifest.is_sound
+                metric = manifest.metric if by is None else evaluated.get((folder.name, manifest.identity))
             elif not run.has_manifest(folder.name):
                 known = False
         except CheckpointCorrupt:
@@ -208,6 +227,20 @@ def entries(
             seen.add(step)
         found.append(Entry(folder.name, step, revision, metric, known, sound))
     return found
+
+
+def _evaluated(root: PurePath, listed: Collection[PurePath], by: str, on: Storage) -> dict[tuple[str, str], float]:
+    """Return the number called ``by`` of each checkpoint that has been evaluated, by name and identity."""
+    found = Evaluations(root, on).of({folder.name for folder in listed})
+    numbers = {(each.checkpoint, each.digest): each.numbers for each in found if each.numbers is not None}
+    names = {name for each in numbers.values() for name in each}
+    if names and by not in names:
+        callsite.warn(
+            f"lockstep.Retention: by={by!r}, but lockstep evaluate has found only {joined(sorted(names))} of the "
+            f"checkpoints in {root}, so none is kept as the best",
+            RuntimeWarning,
+        )
+    return {key: each[by] for key, each in numbers.items() if by in each}
 
 
 def remove(root: PurePath, superfluous_ones: Collection[Entry], *, on: Storage = POSIX) -> Pruned:
@@ -238,7 +271,7 @@ def prune(
     # Checkpoints older than the last sound ones go, sound or not, unless their step says otherwise.
     enough = None if rule.best > 0 else 0 if rule.last is None else max(1, rule.last)
     try:
-        there = entries(root, good=(newest.name,), damaged=damaged, enough=enough, on=on)
+        there = entries(root, good=(newest.name,), damaged=damaged, enough=enough, by=rule.by, on=on)
         gone = remove(root, superfluous(there, rule), on=on)
     except (OSError, CheckpointError) as error:
         callsite.warn(f"could not list the old checkpoints in {root}: {describe(error)}", RuntimeWarning)

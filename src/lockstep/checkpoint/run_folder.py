@@ -142,6 +142,11 @@ class RunFolder(Protocol):
         """Return the owner that holds it now, as far as can be known. Takes nothing."""
         ...
 
+    def beat_now(self) -> tuple[str, int] | None:
+        """Return what changes as long as the owner gives signs of life; None: there is none, or the system itself tells
+        whether it lives (:meth:`owner_now`). Takes nothing."""
+        ...
+
     def exists(self) -> bool:
         """Return whether it is there."""
         ...

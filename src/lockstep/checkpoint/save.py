@@ -153,7 +153,7 @@ def write(
     *,
     peers: Peers,
     check: Callable[[], None],
-    tidy: Callable[[PurePath], None],
+    tidy: Callable[[PurePath, Manifest], None],
     on: Storage = POSIX,
     after_reading: Callable[[], None] | None = None,
 ) -> Saved:
@@ -193,7 +193,7 @@ def write(
         stored = draft.stored(plan.files)
         manifest = _manifest(moment, peers.world_size, entries, not_finite=not_finite, apart=apart, stored=stored)
         path = draft.commit(manifest)
-        tidy(path)
+        tidy(path, manifest)
         if not_finite:
             callsite.warn(_words_on_not_finite(path, not_finite), RuntimeWarning)
         return path.name, manifest.is_sound

@@ -97,6 +97,11 @@ class StoreFolder:
         """See the protocol."""
         return lease.owner_now(self._store, self.path)
 
+    def beat_now(self) -> tuple[str, int] | None:
+        """See the protocol."""
+        sign = lease.sign_now(self._store, self.path)
+        return None if sign is None else (sign.nonce, sign.beat)
+
     def exists(self) -> bool:
         """See the protocol: a folder is there if something is in it."""
         return bool(self._store.sizes(self.path.key))

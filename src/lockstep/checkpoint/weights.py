@@ -91,9 +91,22 @@ def load_weights(
             file (with torch's advice), or the model is sharded or on the meta device.
         ValueError: the path is a URL of a file, or an address without a bucket.
     """
-    target = bare(model)
-    _refuse_targets(target)
+    refuse_targets(model)
     source, state = _find(run_path(path, "path"), key)
+    return into(model, source, state, device=device, strict=strict, prefix=prefix)
+
+
+def into(
+    model: nn.Module,
+    source: PurePath,
+    state: Mapping[str, Any],
+    *,
+    device: torch.device | str | None,
+    strict: bool,
+    prefix: str,
+) -> LoadedWeights:
+    """Put the weights that were read from ``source`` into a model; the rest is as for :func:`load_weights`."""
+    target = bare(model)
     if prefix:
         state = _under_prefix(state, prefix)
     match = compare(target, state, exact=False)
@@ -108,7 +121,13 @@ def load_weights(
     return LoadedWeights(source, match.missing, match.unexpected, match.mismatched)
 
 
-def _refuse_targets(model: nn.Module) -> None:
+def refuse_targets(model: nn.Module) -> None:
+    """Refuse a model into which no weights can be loaded: a sharded one, or one on the meta device.
+
+    Raises:
+        CheckpointError: it is such a model; the error says what to do.
+    """
+    model = bare(model)
     refuse_unreplicated(
         model,
         "model",

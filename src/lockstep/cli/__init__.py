@@ -9,6 +9,7 @@ import click
 
 from lockstep.cli.checkpoint import checkpoint
 from lockstep.cli.doctor import doctor
+from lockstep.cli.evaluate import evaluate
 from lockstep.cli.options import Commands
 from lockstep.cli.port import port
 from lockstep.cli.replay import replay
@@ -39,7 +40,7 @@ _SETTINGS = {
 @click.group(
     "lockstep",
     cls=_Interruptible,
-    commands=[run, runs, replay, checkpoint, verify, port, doctor, submit],
+    commands=[run, runs, replay, checkpoint, evaluate, verify, port, doctor, submit],
     context_settings=_SETTINGS,
     epilog='Completion in bash: eval "$(_LOCKSTEP_COMPLETE=bash_source lockstep)" (also zsh_source, fish_source).',
 )

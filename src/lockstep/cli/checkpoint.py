@@ -215,22 +215,30 @@ def verify(folder: PurePath, step: int | None, as_json: bool) -> None:
     show_default=True,
     help="Whether the lowest or the highest metric is best.",
 )
+@click.option("--by", metavar="NAME", help="With --best: the number of lockstep evaluate, such as eval/accuracy.")
 @click.option("--dry-run", is_flag=True, help="Print what would be removed, but remove nothing.")
 @AS_JSON
 def prune(
-    folder: PurePath, last: int, every: int | None, best: int, mode: Literal["min", "max"], dry_run: bool, as_json: bool
+    folder: PurePath,
+    last: int,
+    every: int | None,
+    best: int,
+    mode: Literal["min", "max"],
+    by: str | None,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Remove all checkpoints of a run except those that an option keeps.
 
     The newest complete and sound checkpoint is always kept, and so are newer ones and those that a process is reading.
     It is safe to prune while a job is training in the folder.
     """
-    with errors():
+    with errors(ValueError):
         from lockstep.checkpoint import inspect
         from lockstep.checkpoint.retention import Pruned, Retention, remove
 
         console = open_console(soft_wrap=True)
-        plan = inspect.plan_pruning(folder, Retention(last, every, best, mode))
+        plan = inspect.plan_pruning(folder, Retention(last, every, best, mode, by))
         root = plan.newest.parent
         for line in () if as_json else plan.damaged:
             console.print(f"damaged, kept: {line}", markup=False)

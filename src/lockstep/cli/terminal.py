@@ -41,20 +41,26 @@ def open_console(*, soft_wrap: bool = False, markup: bool = True) -> Console:
     return Console(width=width, highlight=False, soft_wrap=soft_wrap, markup=markup)
 
 
-def as_json(command: str, result: Mapping[str, Any]) -> str:
+def as_json(command: str, result: Mapping[str, Any], *, indent: int | None = 2) -> str:
     """Return what a command has found as JSON, in the one shape of all commands; docs/json.md describes each.
 
     Args:
         command: its name below ``lockstep``, with points between the words: ``runs.ls``.
         result: names of small letters and underscores; times in seconds and sizes in bytes, as numbers. A number that
             JSON does not have (NaN, infinite) becomes null.
+        indent: spaces before what lies one deeper; None: all in one line.
     """
-    return json.dumps({"schema": f"lockstep.{command}/1", **_plain(result)}, indent=2, allow_nan=False)
+    return json.dumps({"schema": f"lockstep.{command}/1", **_plain(result)}, indent=indent, allow_nan=False)
 
 
 def print_json(command: str, result: Mapping[str, Any]) -> None:
     """Print what a command has found as JSON; the arguments are those of :func:`as_json`."""
     click.echo(as_json(command, result))
+
+
+def print_json_line(command: str, result: Mapping[str, Any]) -> None:
+    """Print one of several results as a line of JSON, at once; the arguments are those of :func:`as_json`."""
+    click.echo(as_json(command, result, indent=None))
 
 
 def _plain(value: Any) -> Any:
@@ -73,11 +79,12 @@ def say(text: object) -> None:
 
 
 @contextmanager
-def errors(*kinds: type[Exception]) -> Iterator[None]:
+def errors(*kinds: type[Exception], in_lines: bool = False) -> Iterator[None]:
     """Show errors as one line, after the command's name, with exit code 2; with --json also as JSON.
 
     Args:
         kinds: errors that are shown so beside lockstep's own and the system's.
+        in_lines: True: the JSON of the command is objects in lines, and so is the error.
     """
     from lockstep import _files
     from lockstep.errors import LockstepError, code_of
@@ -91,6 +98,7 @@ def errors(*kinds: type[Exception]) -> Iterator[None]:
         given = click.get_current_context().params
         if given.get("as_json") or str(given.get("json_file")) == "-":
             code = code_of(error) or (OtherError.SYSTEM if of_system else OtherError.ARGUMENT).code
-            print_json("error", {"code": code, "type": type(error).__name__, "message": text, "exit_code": 2})
+            shows = print_json_line if in_lines else print_json
+            shows("error", {"code": code, "type": type(error).__name__, "message": text, "exit_code": 2})
         say(text)
         sys.exit(2)

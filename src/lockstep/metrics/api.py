@@ -16,7 +16,7 @@ from lockstep.comm.calls import of_all_ranks
 from lockstep.comm.init import current_world
 from lockstep.errors import LockstepError
 from lockstep.metrics.file import NAME
-from lockstep.metrics.lines import Lines, Target
+from lockstep.metrics.lines import EvaluationResult, Lines, Target
 
 #: Default number of steps between two lines.
 _EVERY = 50
@@ -34,6 +34,8 @@ class LoggedRun(Protocol):
     def _add_follower(self, follower: Any) -> None: ...
 
     def _refuse_foreign_folder(self) -> None: ...
+
+    def _evaluated(self) -> Sequence[EvaluationResult]: ...
 
 
 class Log:
@@ -60,6 +62,8 @@ class Log:
             first call of the log. None in the list is skipped.
         after: for a path, the step that the run resumes from: later lines are cut off. None: the run begins; an
             existing file is renamed (``metrics-1.jsonl``).
+        evaluated: for a path, the Checkpointer of this run, whose folder is in a store: what ``lockstep evaluate``
+            finds of its checkpoints gets lines too, as it does without this where ``run`` is a Checkpointer.
 
     Raises:
         LockstepError: ``lockstep.init()`` has not been called.
@@ -74,6 +78,7 @@ class Log:
         seconds: float | None = None,
         sinks: Sequence[Any] = (),
         after: int | None = None,
+        evaluated: LoggedRun | None = None,
     ) -> None:
         world = current_world()
         if world is None:
@@ -95,26 +100,31 @@ class Log:
         def check() -> None:
             return None
 
+        if evaluated is not None and not hasattr(evaluated, "_evaluated"):
+            raise TypeError(f"evaluated={type(evaluated).__name__}: expected a lockstep.Checkpointer")
+        results: Callable[[], Sequence[EvaluationResult]] = tuple if evaluated is None else _evaluated_of(evaluated)
         if isinstance(run, (str, PathLike)):
             path = local_path(run, "run").absolute()
             path = path if path.suffix == ".jsonl" else path / NAME
         elif hasattr(run, "_add_follower"):
             if after is not None:
                 raise ValueError(f"after={after}: the Checkpointer knows which step the run resumes from")
+            if evaluated is not None:
+                raise ValueError("evaluated: a log of a Checkpointer has what is found of its checkpoints anyway")
             if not isinstance(run.folder, Path):
                 raise ValueError(
                     f"run: the checkpoints are in a store, {run.folder}, and a log is a file of this machine: give "
                     "lockstep.Log a path"
                 )
             self._run, path = run, run.folder / NAME
-            check = _check_of(run)
+            check, results = _check_of(run), _evaluated_of(run)
         else:
             raise TypeError(f"run={type(run).__name__}: expected a lockstep.Checkpointer or a path")
         if every is None and seconds is None:
             every = _EVERY
         #: The path of the file with the lines.
         self.path = path
-        self._lines = Lines(world, Target(path, every, seconds, tuple(sinks), check), after=after)
+        self._lines = Lines(world, Target(path, every, seconds, tuple(sinks), check, results), after=after)
         if self._run is not None:
             self._run._add_follower(self._lines)
         # The lines of a Checkpointer live as long as it does: the ranks' garbage collectors may find an unused log at
@@ -228,3 +238,14 @@ def _check_of(run: LoggedRun) -> Callable[[], None]:
             alive._refuse_foreign_folder()
 
     return check
+
+
+def _evaluated_of(run: LoggedRun) -> Callable[[], Sequence[EvaluationResult]]:
+    """Return a function that tells what evaluations of the run have found, without keeping ``run`` alive."""
+    weak = weakref.ref(run)
+
+    def evaluated() -> Sequence[EvaluationResult]:
+        alive = weak()
+        return () if alive is None else alive._evaluated()
+
+    return evaluated

@@ -11,6 +11,15 @@ a kill or a power cut has left incomplete is the last one, and is cut off too.
 
 A run that does not resume starts a file of its own, and an existing file is renamed: a line of a run is removed only if
 the run itself writes it again.
+
+Note [Lines of evaluations]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+What ``lockstep evaluate`` finds of the checkpoint at step c comes when training is past c, so its line stands behind
+lines of greater steps. It names its result (``"evaluation"``), which lies beside the checkpoints. So a line that a
+resumed run has cut off, though its step is at most c, is taken from there again, and none is taken twice.
+
+Whoever holds the file's lock writes: a log as long as it is open, and where no job trains, the evaluator, for a moment
+(:func:`add_lines`). A log that begins in that moment waits for it.
 """
 
 from __future__ import annotations
@@ -18,18 +27,38 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep import _files
+from lockstep import _files, knobs
 from lockstep.errors import LockstepError
 
 NAME = "metrics.jsonl"
+#: The key of a line that names the result from which the line was made.
+EVALUATION = "evaluation"
 
+#: Seconds between two attempts to lock a file.
+_PAUSE = 0.01
 #: The files that this process has open: a process's own locks do not exclude each other.
 _open: set[Path] = set()
+
+
+@dataclass(frozen=True)
+class _KeptLines:
+    """The lines that a file has and that stay."""
+
+    #: The bytes up to the end of the last one.
+    size: int = 0
+    #: The names of the results that are among them.
+    evaluations: frozenset[str] = frozenset()
+    #: True if all of them are of results.
+    only_evaluations: bool = True
 
 
 class LogFile:
@@ -58,8 +87,11 @@ class LogFile:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             _lock(self._fd, path)
+            kept = _KeptLines() if after is None else _lines_to_keep(self._fd, path, after)
             #: The length of the file in bytes, up to the end of the last line.
-            self._size = 0 if after is None else _end_of(self._fd, path, after)
+            self._size = kept.size
+            #: The names of the results of evaluations that have a line.
+            self.evaluations = set(kept.evaluations)
             os.ftruncate(self._fd, self._size)
         except BaseException:
             os.close(self._fd)
@@ -68,6 +100,8 @@ class LogFile:
 
     def append(self, line: dict[str, Any]) -> None:
         """Write a line after those that could not be written before; :attr:`failure` tells if this fails."""
+        if EVALUATION in line:
+            self.evaluations.add(line[EVALUATION])
         self._waiting += json.dumps(line, allow_nan=False).encode() + b"\n"
         self.write()
 
@@ -128,13 +162,23 @@ def _set_aside(path: Path) -> None:
 
 def _lock(fd: int, path: Path) -> None:
     """Lock the file for this process alone: forked workers do not keep the lock when the process is killed."""
+    deadline = time.monotonic() + knobs.times().log_lock
+    while not _try_lock(fd):
+        if time.monotonic() > deadline:
+            raise _taken(path)
+        time.sleep(_PAUSE)
+
+
+def _try_lock(fd: int) -> bool:
+    """Lock the file, or do without where the file system has no locks. Return False if another process has it."""
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise _taken(path) from error
-        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL):  # a file system without locks
+            return False
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL):
             raise
+    return True
 
 
 def _taken(path: Path) -> LockstepError:
@@ -144,15 +188,18 @@ def _taken(path: Path) -> LockstepError:
     )
 
 
-def _end_of(fd: int, path: Path, after: int) -> int:
-    """Return the bytes of the lines of a step of at most ``after``; see Note [Lines that are void]."""
+def _lines_to_keep(fd: int, path: Path, after: float) -> _KeptLines:
+    """Return the lines up to the first one of a step greater than ``after``; see Note [Lines that are void]."""
     end = 0
+    evaluations: set[str] = set()
+    count = 0
     with open(fd, "rb", closefd=False) as file:  # (closing another descriptor of the file would release the lock)
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 break
             try:
-                step = json.loads(line)["step"]
+                told = json.loads(line)
+                step = told["step"]
                 if type(step) is not int:
                     raise TypeError("no step")
             except (ValueError, TypeError, KeyError) as error:
@@ -163,4 +210,61 @@ def _end_of(fd: int, path: Path, after: int) -> int:
             if step > after:
                 break
             end += len(line)
-    return end
+            count = number
+            if isinstance(told.get(EVALUATION), str):
+                evaluations.add(told[EVALUATION])
+    return _KeptLines(end, frozenset(evaluations), len(evaluations) == count)
+
+
+# Lines of evaluations, where no log is open.
+
+
+def evaluation_line(name: str, *, step: int, time: float, numbers: Mapping[str, float]) -> dict[str, Any]:
+    """Return the line of a result: its numbers at the checkpoint's step. NaN is null, and counted, as in other lines.
+
+    Args:
+        name: that of the result.
+        step: the checkpoint's.
+        time: when the evaluation ended, in seconds since the epoch.
+        numbers: by their names.
+    """
+    values = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+    odd = {key: 1 for key, value in values.items() if value is None}
+    line = {"step": step, "time": round(time, 3), **values, EVALUATION: name}
+    return line | ({"nonfinite": odd} if odd else {})
+
+
+def add_lines(path: Path, lines: Sequence[dict[str, Any]]) -> int | None:
+    """Add the lines of results that have none yet, and force them to the disk. Return their number; None: a log is
+    open, which takes them itself.
+
+    A line that a kill has left incomplete is cut off. A file that has nothing but lines of results (the script has no
+    log) loses those that are not among ``lines``, since nobody else would remove them after a resumed run.
+
+    Args:
+        path: the file's path; it is made (0600) if there are lines to write. Its folder must be there.
+        lines: those of all results that count, in order.
+
+    Raises:
+        LockstepError: lockstep has not written the file.
+        OSError: it can't be written.
+    """
+    if not lines and not path.exists():
+        return 0
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if not _try_lock(fd):
+            return None
+        kept = _lines_to_keep(fd, path, math.inf)
+        if kept.only_evaluations and not kept.evaluations <= {line[EVALUATION] for line in lines}:
+            kept = _KeptLines()
+        new = [line for line in lines if line[EVALUATION] not in kept.evaluations]
+        content = b"".join(json.dumps(line, allow_nan=False).encode() + b"\n" for line in new)
+        os.ftruncate(fd, kept.size)
+        written = 0
+        while written < len(content):
+            written += os.pwrite(fd, content[written:], kept.size + written)
+        os.fsync(fd)
+        return len(new)
+    finally:
+        os.close(fd)

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -45,13 +45,13 @@ from lockstep.comm.world import World
 from lockstep.errors import LockstepError
 from lockstep.job import notes
 from lockstep.metrics import sinks as to
-from lockstep.metrics.file import LogFile
+from lockstep.metrics.file import EVALUATION, LogFile, evaluation_line
 from lockstep.metrics.series import Numbers, SeriesSummary, merged, readable
 from lockstep.step import slicing
 from lockstep.text import counted, listed, which_ranks
 
 #: Names that can't be logged: keys that lines have already, and parameters of the call.
-RESERVED = ("step", "time", "nonfinite", "samples")
+RESERVED = ("step", "time", "nonfinite", "samples", EVALUATION)
 _NUMBER, _TEXT = "a number", "a text"
 #: The label of the log's collectives, which tells them from the others.
 _LABEL = "lockstep.Log"
@@ -60,6 +60,22 @@ _KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": Valu
 _NOTES = 100
 #: A line is due this fraction of its interval early.
 _EARLY = 0.05
+
+
+class EvaluationResult(Protocol):
+    """What an evaluation has found of a checkpoint."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def time(self) -> float: ...
+
+    @property
+    def numbers(self) -> Mapping[str, float] | None: ...
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,8 @@ class Target:
     sinks: Sequence[Any] = ()
     #: Called on rank 0; raises if the file belongs to another run.
     check: Callable[[], None] = lambda: None
+    #: Called on rank 0; returns all that evaluations have found of the run's checkpoints so far.
+    evaluated: Callable[[], Sequence[EvaluationResult]] = tuple
 
 
 @dataclass
@@ -322,6 +340,8 @@ class Lines:
         self._last_time, self._line_at = time.monotonic(), self._calls
         if self._file is not None and any(each.kinds for each in everyones):
             self._write(everyones, self._file)
+        if self._file is not None:
+            self._write_evaluated(self._file)
         self._owed = self._wrong_with(everyones) or self._owed
 
     def line_now(self) -> None:
@@ -397,6 +417,15 @@ class Lines:
                 "'nonfinite' in it counts them, from now on without a warning",
                 RuntimeWarning,
             )
+
+    def _write_evaluated(self, file: LogFile) -> None:
+        """**Rank 0.** Write the lines of evaluations that are new. See Note [Lines of evaluations]."""
+        for each in self._target.evaluated():
+            if each.numbers is None or each.name in file.evaluations:
+                continue
+            file.append(evaluation_line(each.name, step=each.step, time=each.time, numbers=each.numbers))
+            for sink in self._sinks or []:
+                sink.write_late(each.numbers, each.step, now=self._last_step)
 
     def _note_nonfinite(self, key: str, summary: SeriesSummary) -> None:
         """**Rank 0.** Leave a note for the run's record where numbers become non-finite, and where they are finite

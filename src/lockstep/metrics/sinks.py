@@ -16,6 +16,8 @@ from typing import Any
 
 from lockstep import callsite
 
+#: The name of the step of an evaluated checkpoint, for a sink that takes no step that lies back.
+LATE_STEP = "eval/step"
 #: The type of a value in a line.
 Value = float | str | None
 
@@ -57,6 +59,22 @@ class Sink:
                     RuntimeWarning,
                 )
 
+    def write_late(self, values: Mapping[str, Value], step: int, *, now: int) -> None:
+        """Pass a line of an earlier step than the last one to the sink.
+
+        One with ``log(dict, step=)`` may take no step that lies back (Weights & Biases drops it), so it gets the line
+        at the step of now, with the line's own step among the values.
+
+        Args:
+            values: by their names.
+            step: the step of the values.
+            now: the step of the last line.
+        """
+        if _takes_late(self._given):
+            self.write(values, step)
+        else:
+            self.write({**values, LATE_STEP: step}, max(step, now))
+
     def flush(self) -> None:
         """Flush the sink, if it has such a method."""
         flush = getattr(self._given, "flush", None)
@@ -76,6 +94,11 @@ class Sink:
                 f"the sink {self._name} has missed {self._missed} of {self._lines} lines; metrics.jsonl has them all",
                 RuntimeWarning,
             )
+
+
+def _takes_late(given: Any) -> bool:
+    """Return whether a sink takes lines in any order of their steps: MLflow, comet, TensorBoard."""
+    return callable(getattr(given, "log_metrics", None)) or not callable(getattr(given, "log", None))
 
 
 def _name(given: Any) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import glob
 import json
 import math
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ _BYTES, _NAMES, _POINTS, _ALL_POINTS = 64 * 2**20, 60, 400, 12_000
 _ASIDE = 50
 #: The fields of a line that are not logged values.
 _OWN = ("step", "time", "nonfinite")
+#: The key of a line with what lockstep evaluate has found of a checkpoint.
+_EVALUATION = "evaluation"
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,13 @@ def _lines(path: Path, run: Run, until: float | None, notes: list[str]) -> list[
             except OSError:
                 continue
             seen = True
-            if lines:
-                return lines
+            if any(_EVALUATION not in line for line in lines):
+                return _in_order(lines)
     return [] if seen else None
 
 
 def _within(path: Path, began: float, until: float | None, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file that were written between two moments."""
+    """Yield the lines of a file that were written between two moments, and those of evaluations."""
     with open(path, "rb") as file:
         data = file.read(_BYTES)
         if file.read(1):
@@ -96,8 +99,22 @@ def _within(path: Path, began: float, until: float | None, notes: list[str]) -> 
             continue  # not a line that lockstep.Log has written
         if not isinstance(time, (int, float)) or type(step) is not int or abs(step) > 2**53:
             continue
-        if began - 1.0 <= time and (until is None or time <= until + 5.0):
+        if _EVALUATION in line or (began - 1.0 <= time and (until is None or time <= until + 5.0)):
             yield line
+
+
+def _in_order(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put the lines of evaluations, which come late and in any order, where training was at their step.
+
+    Those of steps before the first line of this run, or after its last, are of other runs in the same folder.
+    """
+    logged = [line for line in lines if _EVALUATION not in line]
+    steps = [line["step"] for line in logged]
+    late = sorted((line for line in lines if _EVALUATION in line), key=lambda line: int(line["step"]))
+    placed = [
+        {**line, "time": logged[place - 1]["time"]} for line in late if (place := bisect_right(steps, line["step"]))
+    ]
+    return [*logged, *(line for line in placed if line["step"] <= steps[-1])]
 
 
 def _take(line: dict[str, Any], began: float, prefix: str, found: dict[str, Metric]) -> None:

@@ -703,10 +703,15 @@ class _Run:
             say(f"{what}: the ranks have saved, and leave (within --grace){again}")
         elif not policy.stopping:
             self._asked_listeners = True
-            self._warn_at = time.monotonic() + min(knobs.times().to_a_step, self._spec.grace / 4)
-            self._steps_when_asked = {rank: self._launcher.attempt.steps(rank)[1] for rank in policy.alive}
+            self._look_for_steps(time.monotonic())
             text = f"{what}: the ranks finish a step, save and leave (within --grace){again}"
             say(text, once=text)
+
+    def _look_for_steps(self, now: float) -> None:
+        """Note the ranks' steps, and look in a while whether one has taken a step since."""
+        self._warn_at = now + min(knobs.times().to_a_step, self._spec.grace / 4)
+        alive = self._launcher.policy.alive
+        self._steps_when_asked = {rank: self._launcher.attempt.steps(rank)[1] for rank in alive}
 
     def _warn_of_those_outside_a_step(self, now: float) -> None:
         """Say what will become of ranks that were asked to save, and are where they can't."""
@@ -716,6 +721,7 @@ class _Run:
         if policy.deadline is None or attempt.stop_note() is not None or not attempt.listening:
             return
         if any(look.steps != self._steps_when_asked.get(rank) for rank, look in looks.items()):
+            self._look_for_steps(now)  # one has just finished its step, and may be the only one
             return
         outside = {rank: look for rank, look in looks.items() if report.is_outside_a_step(look)}
         if outside and policy.stopped_by is not None:

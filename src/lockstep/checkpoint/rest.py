@@ -6,8 +6,9 @@ Between two optimizer steps the parameters and the optimizers' states are as the
 checkpoint of the moment at which that step was over can still be made long after it, as long as no optimizer has taken
 the next one. What else has changed since then was noted at that moment, the *point of rest*:
 
-- the loader's position, the options of the optimizer's groups, the scheduler's state and the random numbers, which are
-  small: together they take some ten microseconds;
+- the loader's position, the options of the optimizers' groups, the states of the scheduler and of extra objects
+  (Note [Small states] in ``noted.py``) and the random numbers, which are small: together they take some ten
+  microseconds;
 - what the model's forwards change by themselves, such as the statistics of batch norm, whose values are copied. Which
   tensors these are is learned. Batch norms are known: they change theirs in C++, where torch counts no change. Of all
   others that no optimizer steps, torch's counter of changes tells when one has changed, and at the first three points
@@ -19,8 +20,6 @@ Where the training loop asks for its next batch there is such a point if an opti
 where an epoch is. Points between which no optimizer has stepped are kept side by side, since the ranks may have come to
 different ones of them, and save that which all have come to.
 
-Extra objects (averages of weights, a GradScaler) are saved as they are: they change when an optimizer has stepped.
-
 From an optimizer's step until the next point of rest the rest of a turn of the user's loop is missing: the scheduler's
 step, an average of weights. Only an evaluation is known not to be part of a step, by the model's mode, and a run can be
 left in it with the batch in hand done. (A model that is in eval mode at an optimizer's step is trained so, and its mode
@@ -31,18 +30,21 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from lockstep import _torch, accelerator, bits
 from lockstep.checkpoint.match import bare, plain_names
+from lockstep.checkpoint.noted import Group, Noted, Objects, copied, with_groups
 from lockstep.checkpoint.rng import Generators
 from lockstep.checkpoint.state import Moment, Position, RunState, Stateful, Tally
 from lockstep.errors import CheckpointError
+from lockstep.step import loss_scale
 from lockstep.text import listed
 
 _copy = _torch.foreach_copy()
@@ -72,8 +74,12 @@ class RestPoint(NamedTuple):
     #: None: there is no loader.
     loader: LoaderPosition | None
     scheduler: dict[str, Any] | None
-    #: Each of the optimizer's groups, with its options.
-    groups: list[dict[str, Any]]
+    #: The groups of each of the run's optimizers.
+    groups: list[list[Group]]
+    #: What the extra objects held that are neither modules nor optimizers, by their names.
+    extra: dict[str, Noted]
+    #: The state of the loss scale; None: no losses are scaled.
+    loss_scale: dict[str, Any] | None
     generators: Generators
     #: Reached when the device is done with all that was queued before; None: there is no device.
     queued: torch.Event | None
@@ -97,6 +103,7 @@ class RunAtRest(RunState):
     """A run's objects with the states that they had at a point of rest."""
 
     point: RestPoint | None = None
+    objects: Objects | None = None
     #: What forwards may have changed since, by its name in the model's state: the values of that moment.
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -121,11 +128,33 @@ class RunAtRest(RunState):
 
     def optimizer_state(self) -> dict[str, Any] | None:
         """See the base class."""
-        state = super().optimizer_state()
-        if state is None or self.point is None:
-            return state
-        groups = zip(state["param_groups"], self.point.groups, strict=True)
-        return {**state, "param_groups": [{**then, "params": now["params"]} for now, then in groups]}
+        return None if self.optimizer is None else self._state_of("optimizer", self.optimizer)
+
+    @property
+    def optimizer_groups(self) -> int | None:
+        """See the base class."""
+        return None if self.optimizer is None or self.point is None else len(self.point.groups[0])
+
+    def extra_state(self, name: str) -> Mapping[str, Any]:
+        """See the base class."""
+        thing = self.extra[name]
+        if isinstance(thing, torch.optim.Optimizer):
+            return self._state_of(f"extra {name!r}", thing)
+        if self.point is None or self.objects is None or name not in self.point.extra:
+            return super().extra_state(name)
+        state: Mapping[str, Any] = self.objects.state(name, self.point.extra[name])
+        return state
+
+    def loss_scale_state(self) -> dict[str, Any] | None:
+        """See the base class."""
+        state = super().loss_scale_state()
+        return state if state is None or self.point is None else self.point.loss_scale
+
+    def _state_of(self, name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        if self.point is None:
+            return optimizer.state_dict()
+        number = next(i for i, each in enumerate(self.optimizers()) if each is optimizer)
+        return with_groups(name, optimizer, self.point.groups[number])
 
     def generators(self, device: torch.device) -> Generators:
         """See the base class."""
@@ -201,6 +230,12 @@ class Rest:
         self.gate: Callable[[], None] | None = None
         self._watched: list[_Watched] | None = None
         self._kept: dict[str, torch.Tensor] = {}
+        self._optimizers = run.optimizers()
+        others = (nn.Module, torch.optim.Optimizer)
+        self._objects = Objects(
+            {name: thing for name, thing in run.extra.items() if not isinstance(thing, others)},
+            lambda: [*run.model.parameters(), *run.model.buffers()],
+        )
         #: The points that have taught something, and the steps that had begun at the last point.
         self._notes, self._begun_then = 0, 0
         weak = weakref.ref(self)
@@ -263,17 +298,19 @@ class Rest:
                 f"model: {listed(unknown)} has changed for the first time in the middle of a step, so the value that "
                 "it had between the last two is not known"
             )
-        return RunAtRest(run.model, run.optimizer, run.scheduler, run.loader, run.extra, point=point, kept=kept)
+        return RunAtRest(run.model, run.optimizer, run.scheduler, run.loader, run.extra, point, self._objects, kept)
 
     def _point(self, epoch_done: bool | None) -> RestPoint:
         run, device = self._run, self._device
-        loader, scheduler, optimizer = run.loader, run.scheduler, run.optimizer
+        loader, scheduler, scale = run.loader, run.scheduler, loss_scale.in_force()
         return RestPoint(
             self._position.now(),
             epoch_done,
             None if loader is None else getattr(loader, "position_now", partial(_position_of, loader))(),
-            None if scheduler is None else dict(scheduler.state_dict()),
-            [] if optimizer is None else [*map(dict, optimizer.param_groups)],
+            None if scheduler is None else copied(scheduler.state_dict()),
+            [*map(Group.all_of, self._optimizers)],
+            self._objects.note(),
+            None if scale is None else scale.state_dict(),
             Generators.now(device),
             None if device.type == "cpu" else accelerator.mark(device),
         )

@@ -18,8 +18,8 @@ ASIDE_FAULTS = [
     Fault(
         "what a forward has changed is saved",
         "checkpoint/rest.py",
-        "        return {**state, **self.kept}\n",
-        "        return state\n",
+        "        return {**state, **kept}\n",
+        "        return {**state}\n",
         _POINTS,
     ),
     Fault(
@@ -32,8 +32,8 @@ ASIDE_FAULTS = [
     Fault(
         "a tensor that changes for the first time in a step is saved as it is",
         "checkpoint/rest.py",
-        "        if unknown:\n            raise CheckpointError(\n",
-        "        if False:\n            raise CheckpointError(\n",
+        "            if unknown:\n",
+        "            if False:\n",
         _POINTS,
     ),
     Fault(

@@ -175,3 +175,63 @@ finish(model, scaler.state_dict())
 
 def test_a_scaler_that_has_left_a_step_out_is_as_it_was(tmp_path: Path) -> None:
     _resumes_with_the_bits(tmp_path, _SCALED, "a forward")
+
+
+#: An average that is updated after each pass, with statistics of its own, whose weights are put in for evaluations; a
+#: loss with a buffer that each step moves.
+_AVERAGED = """
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(2))
+    def forward(self, outputs):
+        self.center = 0.9 * self.center + 0.1 * world.mean(outputs.detach().mean(0), samples=len(outputs))
+        if epoch == 1:
+            stay("a forward", 9)
+        return (outputs - self.center).square().mean()
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+    def forward(self, x):
+        return self.b(self.norm(self.a(x)))
+
+net, loss = Net(), Loss()
+model = lockstep.replicate(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+average = torch.optim.swa_utils.AveragedModel(net)
+average.register_buffer("large", torch.zeros(400_000))
+plain = [torch.rand(4, 4) for _ in range(3)]
+for epoch in made(model, optimizer=optimizer, extra={"average": average, "loss": loss}).epochs(3):
+    for batch in loader:
+        optimizer.zero_grad()
+        loss(model(batch)).backward()
+        optimizer.step()
+    average.update_parameters(net)
+    torch.optim.swa_utils.update_bn(plain, average)
+    model.eval()
+    own = [each.clone() for each in net.parameters()]
+    with torch.no_grad():
+        for each, mean in zip(net.parameters(), average.module.parameters()):
+            (each.data if where == "put in" else each).copy_(mean)
+        if epoch == 1:
+            stay("an evaluation")
+            stay("put in")
+        for each, mine in zip(net.parameters(), own):
+            (each.data if where == "put in" else each).copy_(mine)
+    model.train()
+finish(net, [hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in average.state_dict().values()], loss.center)
+"""
+
+
+@pytest.mark.parametrize("place", ["a forward", "an evaluation"])
+def test_averages_and_weights_of_an_evaluation_are_not_taken_for_those_of_the_step(tmp_path: Path, place: str) -> None:
+    _resumes_with_the_bits(tmp_path, _AVERAGED, place, ranks=2 if place == "an evaluation" else 1)
+
+
+def test_weights_that_were_put_in_uncounted_are_named(tmp_path: Path) -> None:
+    words = (
+        "norm.weight, norm.bias, b.weight, b.bias have changed for the first time in the middle of a step or outside"
+    )
+    _is_refused(tmp_path, _AVERAGED, "put in", words)

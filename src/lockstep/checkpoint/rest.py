@@ -9,11 +9,8 @@ the next one. What else has changed since then was noted at that moment, the *po
 - the loader's position, the options of the optimizers' groups, the states of the scheduler and of extra objects
   (Note [Small states] in ``noted.py``) and the random numbers, which are small: together they take some ten
   microseconds;
-- what the model's forwards change by themselves, such as the statistics of batch norm, whose values are copied. Which
-  tensors these are is learned. Batch norms are known: they change theirs in C++, where torch counts no change. Of all
-  others that no optimizer steps, torch's counter of changes tells when one has changed, and at the first three points
-  the beginning of its bits is compared as well, for writes that torch does not count (``buffer.data``). Of these three,
-  those that follow no step teach nothing and do not count: a run that resumes at the end of a pass has three at once.
+- what forwards and the program change in tensors without an optimizer, such as the statistics of batch norm, whose
+  values are copied (Note [Watched tensors] in ``watched.py``).
 
 Where the training loop asks for its next batch there is such a point if an optimizer has stepped since the last one
 (gradients that are being accumulated would be lost at any other), and there is one where the loader's pass is over, and
@@ -38,22 +35,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from lockstep import _torch, accelerator, bits
-from lockstep.checkpoint.match import bare, plain_names
+from lockstep import _torch, accelerator
 from lockstep.checkpoint.noted import Group, Noted, Objects, copied, with_groups
 from lockstep.checkpoint.rng import Generators
 from lockstep.checkpoint.state import Moment, Position, RunState, Stateful, Tally
+from lockstep.checkpoint.watched import MODEL, After, Place, Watch
 from lockstep.errors import CheckpointError
 from lockstep.step import loss_scale
 from lockstep.text import listed
-
-_copy = _torch.foreach_copy()
-
-#: The number of points at which the bits of tensors are compared, to find those that change without a count, and the
-#: bytes of each that are.
-_LEARNS, _BEGINNING = 3, 2**16
-#: Bytes of tensors that are copied at these points although they have not been seen to change.
-_SMALL = 64 * 2**20
 
 
 class LoaderPosition(Protocol):
@@ -104,19 +93,23 @@ class RunAtRest(RunState):
 
     point: RestPoint | None = None
     objects: Objects | None = None
-    #: What forwards may have changed since, by its name in the model's state: the values of that moment.
-    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    #: What may have changed since without an optimizer, by its place: the values of that moment.
+    kept: dict[Place, torch.Tensor] = field(default_factory=dict)
 
     def model_state(self) -> dict[str, Any]:
         """See the base class."""
-        state = super().model_state()
-        renamed = self.kept.keys() - state.keys()
+        return self._with_kept(MODEL, super().model_state())
+
+    def _with_kept(self, owner: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a module's state with the values of that moment."""
+        kept = {name: value for (each, name), value in self.kept.items() if each == owner}
+        renamed = kept.keys() - state.keys()
         if renamed:
             raise CheckpointError(
-                f"model: {listed(sorted(renamed))} changes from step to step, and the state dict has it under another "
-                "name, so the value between two steps is not known in the middle of one"
+                f"{_words(owner)}: {listed(sorted(renamed))} changes from step to step, and the state dict has it "
+                "under another name, so the value between two steps is not known in the middle of one"
             )
-        return {**state, **self.kept}
+        return {**state, **kept}
 
     def loader_state(self) -> dict[str, Any] | None:
         """See the base class."""
@@ -140,7 +133,9 @@ class RunAtRest(RunState):
         thing = self.extra[name]
         if isinstance(thing, torch.optim.Optimizer):
             return self._state_of(f"extra {name!r}", thing)
-        if self.point is None or self.objects is None or name not in self.point.extra:
+        if isinstance(thing, nn.Module):
+            return self._with_kept(name, super().extra_state(name))
+        if self.point is None or self.objects is None:
             return super().extra_state(name)
         state: Mapping[str, Any] = self.objects.state(name, self.point.extra[name])
         return state
@@ -159,51 +154,6 @@ class RunAtRest(RunState):
     def generators(self, device: torch.device) -> Generators:
         """See the base class."""
         return super().generators(device) if self.point is None else self.point.generators
-
-
-@dataclass
-class _Watched:
-    """A tensor of the model's that no optimizer steps."""
-
-    #: The module's dict that holds it, and its key there: modules may put another tensor in its place.
-    holder: dict[str, torch.Tensor | None]
-    key: str
-    #: Its name in the model's state.
-    name: str
-    #: True if it is copied at every point, since torch does not count its changes.
-    always: bool
-    #: It, its version and a digest of its beginning at the last look; None: there was none.
-    tensor: torch.Tensor | None = None
-    version: int = -1
-    digest: str = ""
-
-    def look(self, *, compare: bool) -> bool:
-        """Return whether it was seen to change since the last look, and note what it is now.
-
-        Args:
-            compare: compare its bits as well.
-        """
-        before, version, digest = self.tensor, self.version, self.digest
-        now = self.tensor = self.holder.get(self.key)
-        self.version = -1 if now is None or now.is_inference() else now._version
-        self.digest = self._digest() if compare else ""
-        if now is not before or now is None:
-            return now is not None and before is not None
-        if self.version != version or self.version == -1:
-            return True
-        if digest and self.digest and digest != self.digest:
-            self.always = True
-        return self.always
-
-    def has_moved(self) -> bool:
-        """Return whether it is not what it was at the last look, as far as can be seen."""
-        now = self.holder.get(self.key)
-        if now is not self.tensor or now is None:
-            return now is not self.tensor
-        return now.is_inference() or now._version != self.version or bool(self.digest and self._digest() != self.digest)
-
-    def _digest(self) -> str:
-        return "" if self.tensor is None or self.always else bits.hexdigest(self.tensor, _BEGINNING)
 
 
 class Rest:
@@ -228,16 +178,15 @@ class Rest:
         self._steps_in_eval = False
         #: Called where an optimizer is about to step, and calls :meth:`steps` when it may; None: it may at once.
         self.gate: Callable[[], None] | None = None
-        self._watched: list[_Watched] | None = None
-        self._kept: dict[str, torch.Tensor] = {}
+        self._watch = Watch(run)
         self._optimizers = run.optimizers()
         others = (nn.Module, torch.optim.Optimizer)
         self._objects = Objects(
             {name: thing for name, thing in run.extra.items() if not isinstance(thing, others)},
             lambda: [*run.model.parameters(), *run.model.buffers()],
         )
-        #: The points that have taught something, and the steps that had begun at the last point.
-        self._notes, self._begun_then = 0, 0
+        #: The steps that had begun at the last point; -1: there was none.
+        self._begun_then = -1
         weak = weakref.ref(self)
         for optimizer in run.optimizers():
             optimizer.register_step_pre_hook(partial(_before_step, weak))
@@ -253,8 +202,12 @@ class Rest:
         self._is_stepping = False  # a step that failed is over as well
         if only_after_a_step and self.points:
             return
-        if self._watched != [] and self._keep_what_changed():
+        has_stepped = self._begun_then != self.begun
+        teaches = has_stepped or not self.knows_steps
+        after = After.STEP if has_stepped and self._begun_then >= 0 else After.OTHER
+        if self._watch.note(after, alone=not self.points, teaches=teaches):
             self.points.clear()
+        self._begun_then = self.begun
         self.points.append(point := self._point(epoch_done))
         self.last_generators = point.generators
 
@@ -287,17 +240,20 @@ class Rest:
         Raises:
             CheckpointError: something has changed since that was not copied.
         """
-        run = self._run
-        noted = any(point is one for one in self.points)
-        stepped = self._stepped()  # what was frozen once may be trained by now
-        watched = [each for each in self._watched or () if noted and id(each.holder.get(each.key)) not in stepped]
-        kept = {each.name: self._kept[each.name] for each in watched if each.name in self._kept}
-        unknown = [each.name for each in watched if each.name not in kept and each.has_moved()]
-        if unknown:
-            raise CheckpointError(
-                f"model: {listed(unknown)} has changed for the first time in the middle of a step, so the value that "
-                "it had between the last two is not known"
-            )
+        run, watch = self._run, self._watch
+        kept: dict[Place, torch.Tensor] = {}
+        if any(point is one for one in self.points):
+            with accelerator.beside(self._device, after=point.queued):
+                unknown = watch.unknown()
+            if unknown:
+                owner = unknown[0][0]
+                names = [name for each, name in unknown if each == owner]
+                have, they = ("has", "it") if len(names) == 1 else ("have", "they")
+                raise CheckpointError(
+                    f"{_words(owner)}: {listed(names)} {have} changed for the first time in the middle of a step or "
+                    f"outside of steps, so what {they} held between the last two is not known"
+                )
+            kept = watch.known()
         return RunAtRest(run.model, run.optimizer, run.scheduler, run.loader, run.extra, point, self._objects, kept)
 
     def _point(self, epoch_done: bool | None) -> RestPoint:
@@ -319,54 +275,9 @@ class Rest:
         """Note that an optimizer's step begins; for the gate."""
         self._is_stepping = True
 
-    def _keep_what_changed(self) -> bool:
-        """Copy the tensors that forwards have changed. Return whether the copies of the last point are others now."""
-        if self._watched is None:
-            self._watched = self._list_watched()
-        learns = self._notes < _LEARNS
-        if self._notes == 0 or self._begun_then != self.begun or not self.knows_steps:
-            self._notes += 1
-        self._begun_then = self.begun
-        changed = {id(each) for each in self._watched if each.look(compare=learns)}
-        small = learns and sum(each.tensor.nbytes for each in self._watched if each.tensor is not None) <= _SMALL
-        into, of, others = [], [], False
-        for each in self._watched:
-            now, held = each.tensor, self._kept.get(each.name)
-            if now is None:
-                others |= self._kept.pop(each.name, None) is not None
-            elif each.always or small or held is not None or id(each) in changed:
-                if held is None or held.shape != now.shape or held.dtype != now.dtype or held.device != now.device:
-                    self._kept[each.name], others = now.detach().clone(), True
-                elif each.always or id(each) in changed:
-                    into.append(held)
-                    of.append(now)
-        # Where an optimizer has stepped there is no point left that has the old copies.
-        if into and self.points and all(each.is_cpu for each in of):
-            others |= not all(map(bits.same, of, into))
-        if into:
-            with torch.no_grad():
-                _copy(into, of)
-        return others
 
-    def _stepped(self) -> set[int]:
-        """Return the ids of the parameters that optimizers step."""
-        groups = [group for each in self._run.optimizers() for group in each.param_groups]
-        return {id(param) for group in groups for param in group["params"] if param.requires_grad}
-
-    def _list_watched(self) -> list[_Watched]:
-        model = bare(self._run.model)
-        plain = plain_names(model)
-        stepped = self._stepped()
-        norms = _torch.batch_norm()
-        found = []
-        for path, module in model.named_modules(remove_duplicate=False):
-            always = isinstance(module, norms)
-            held = [(module._buffers, key) for key in module._buffers if key not in module._non_persistent_buffers_set]
-            held += [(module._parameters, key) for key, one in module._parameters.items() if id(one) not in stepped]
-            for holder, key in held:
-                name = plain(f"{path}.{key}" if path else key)
-                found.append(_Watched(holder, key, name, always and holder is module._buffers))
-        return found
+def _words(owner: str) -> str:
+    return f"extra {owner!r}" if owner else "model"
 
 
 def _position_of(loader: Stateful) -> _Position:
@@ -385,6 +296,7 @@ def _before_step(weak: weakref.ref[Rest], *_: object) -> None:
     if gate is not None:
         rest._is_stepping = False
         gate()
+    rest._watch.before_step()
     rest.begun += 1
 
 
@@ -394,3 +306,4 @@ def _after_step(weak: weakref.ref[Rest], *_: object) -> None:
     if rest is not None:
         rest._is_stepping, rest._steps_in_eval = False, not rest._run.model.training
         rest.points.clear()
+        rest._watch.after_step()

@@ -235,3 +235,31 @@ def test_weights_that_were_put_in_uncounted_are_named(tmp_path: Path) -> None:
         "norm.weight, norm.bias, b.weight, b.bias have changed for the first time in the middle of a step or outside"
     )
     _is_refused(tmp_path, _AVERAGED, "put in", words)
+
+
+#: Loops that are left early: epochs of so many steps, and a batch that is taken alone.
+_LEFT_EARLY = """
+model = lockstep.replicate(nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+for epoch in made(model, optimizer=optimizer, scheduler=scheduler).epochs(4):
+    if epoch == 2:
+        batch = next(iter(loader))
+        stay("a batch alone")
+        take(model, batch, optimizer)
+    for number, batch in enumerate(loader):
+        take(model, batch, optimizer)
+        if loader.batches_left == 2:
+            break
+    model.eval()
+    if epoch == 1:
+        stay("an evaluation")
+    model.train()
+    scheduler.step()
+finish(model, optimizer.param_groups[0]["lr"])
+"""
+
+
+@pytest.mark.parametrize("place", ["an evaluation", "a batch alone"])
+def test_a_loop_that_is_left_early_is_at_rest(tmp_path: Path, place: str) -> None:
+    _resumes_with_the_bits(tmp_path, _LEFT_EARLY, place, ranks=2 if place == "an evaluation" else 1)

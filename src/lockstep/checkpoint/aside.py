@@ -229,6 +229,17 @@ class SideSaver:
             if not is_noted:
                 self._rest.note(epoch_done, only_after_a_step=only_after_a_step)
 
+    def left(self) -> None:
+        """Note a point of rest where a loop is left early, if an optimizer has stepped since the last one.
+
+        Returns at once: where a generator is closed nothing can be raised, not even to leave the run.
+        """
+        if self._thread is None or threading.current_thread() is not threading.main_thread():
+            return
+        with self._free:
+            if self._rest.has_stepped:
+                self._rest.note(None)
+
     def pause(self) -> None:
         """Wait, if this rank was asked to save or to leave, until the ranks have decided: they need not wait for it.
 

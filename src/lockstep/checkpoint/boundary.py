@@ -130,6 +130,10 @@ class StepBoundary:
         """Note a point of rest: see Note [Points of rest] in rest.py."""
         self._side.rest(epoch_done)
 
+    def left(self) -> None:
+        """Note that the loop was left early, which is a point of rest if an optimizer has stepped since the last one."""
+        self._side.left()
+
     def in_evaluation(self) -> None:
         """Note a moment in an evaluation, which other ranks need not reach.
 

@@ -13,8 +13,8 @@ the next one. What else has changed since then was noted at that moment, the *po
   values are copied (Note [Watched tensors] in ``watched.py``).
 
 Where the training loop asks for its next batch there is such a point if an optimizer has stepped since the last one
-(gradients that are being accumulated would be lost at any other), and there is one where the loader's pass is over, and
-where an epoch is. Points between which no optimizer has stepped are kept side by side, since the ranks may have come to
+(gradients that are being accumulated would be lost at any other), and so there is where the loop is left early; and there
+is one where the loader's pass is over, and where an epoch is. Points between which no optimizer has stepped are kept side by side, since the ranks may have come to
 different ones of them, and save that which all have come to.
 
 From an optimizer's step until the next point of rest the rest of a turn of the user's loop is missing: the scheduler's
@@ -210,6 +210,11 @@ class Rest:
         self._begun_then = self.begun
         self.points.append(point := self._point(epoch_done))
         self.last_generators = point.generators
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has stepped since the last point."""
+        return not self.points and self._begun_then != self.begun
 
     @property
     def knows_steps(self) -> bool:

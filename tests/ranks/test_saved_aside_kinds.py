@@ -263,3 +263,45 @@ finish(model, optimizer.param_groups[0]["lr"])
 @pytest.mark.parametrize("place", ["an evaluation", "a batch alone"])
 def test_a_loop_that_is_left_early_is_at_rest(tmp_path: Path, place: str) -> None:
     _resumes_with_the_bits(tmp_path, _LEFT_EARLY, place, ranks=2 if place == "an evaluation" else 1)
+
+
+#: Evaluations in the middle of a pass, which a scheduler's step follows, or in which numbers are drawn.
+_EVALUATED = """
+net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+model = lockstep.replicate(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=9.0)
+falls = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+scheduler = {"waits": plateau, "each turn": falls, "draws": None}[where or "draws"]
+for epoch in made(model, optimizer=optimizer, scheduler=scheduler).epochs(3):
+    for batch in loader:
+        take(model, batch, optimizer)
+        if saved.step % 3 == 0:
+            model.eval()
+            net[1].train()
+            stay(where, 9)
+            value = model(torch.ones(2, 4)).sum().item()
+            model.train()
+            if where == "waits":
+                plateau.step(value)
+        if where == "each turn":
+            falls.step()
+finish(net)
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("waits", "its scheduler (ReduceLROnPlateau) mostly steps after an evaluation, and has not since"),
+        ("each turn", "its scheduler (ExponentialLR) has changed in other turns of the loop, and has not since"),
+    ],
+)
+def test_a_step_of_a_scheduler_that_an_evaluation_would_lose_is_named(tmp_path: Path, place: str, words: str) -> None:
+    _is_refused(tmp_path, _EVALUATED, place, words)
+
+
+def test_an_evaluation_that_is_not_repeated_is_told(tmp_path: Path) -> None:
+    stopped = _train(tmp_path, _EVALUATED, "draws", struck=signal.SIGTERM)
+    assert stopped.code == EXIT_SAVED, stopped
+    assert "in an evaluation in the middle of a pass, which a resumed run does not repeat" in stopped.err, stopped

@@ -320,3 +320,67 @@ def test_what_is_added_in_the_middle_of_a_step_is_named() -> None:
     run.model.register_buffer("late", torch.zeros(1))
     with pytest.raises(CheckpointError, match="model: late has changed"):
         rest.at(rest.points[0])
+
+
+def _turn(run: RunState, rest: Rest, *after: object) -> None:
+    """Take a turn of the loop: a step, what follows it, and the question for the next batch."""
+    _step(run)
+    for each in after:
+        each()  # type: ignore[operator]
+    rest.note(None, only_after_a_step=True)
+
+
+def test_what_steps_in_each_turn_must_have_stepped_before_an_evaluation() -> None:
+    run = _run(nn.Linear(2, 2))
+    average, counts = torch.optim.swa_utils.AveragedModel(run.model), _Counts()
+    rest = Rest(RunState(run.model, run.optimizer, run.scheduler, extra={"a": average, "c": counts}), Position(), CPU)
+    assert run.scheduler is not None
+    scheduler = run.scheduler.step  # type: ignore[attr-defined]
+    rest.note(False)
+    _step(run)
+    assert "its scheduler (StepLR) may step in each turn" in rest.missing_in_turn()
+    scheduler()
+    assert rest.missing_in_turn() == ""
+    rest.note(None)
+    _turn(run, rest, scheduler, lambda: average.update_parameters(run.model), counts.count)
+    _step(run)
+    assert "its scheduler (StepLR) has changed in other turns" in rest.missing_in_turn()
+    scheduler()
+    assert "extra 'c' (_Counts) has changed in other turns" in rest.missing_in_turn()
+    counts.count()
+    assert "extra 'a' has changed in other turns" in rest.missing_in_turn()
+    average.update_parameters(run.model)
+    assert rest.missing_in_turn() == ""
+    with torch.no_grad():
+        run.model.weight.zero_()  # type: ignore[operator]
+    assert rest.missing_in_turn() == "parameters (weight) are not what the optimizer's step has left"
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_scheduler_that_waits_for_evaluations(between: bool) -> None:
+    run = _run(nn.Linear(2, 2))
+    assert run.optimizer is not None
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(run.optimizer)
+    rest = Rest(RunState(run.model, run.optimizer, scheduler), Position(), CPU)
+    rest.note(False)
+    _turn(run, rest)
+    rest.note(None)
+    if between:
+        scheduler.step(1.0)
+    rest.note(False)
+    _step(run)
+    assert ("mostly steps after an evaluation" in rest.missing_in_turn()) == (not between)
+
+
+class _Counts:
+    def __init__(self) -> None:
+        self.counts = [0]
+
+    def count(self) -> None:
+        self.counts[0] += 1
+
+    def state_dict(self) -> dict[str, object]:
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state: dict[str, list[int]]) -> None:
+        self.counts = state["counts"]

@@ -366,6 +366,11 @@ class SideSaver:
                 self._say_refused(str(error), agreed.action)
                 return
             self._said = ""
+            if any(not each.points for each in agreed.everyone):
+                self._say(
+                    "it was saved in an evaluation in the middle of a pass, which a resumed run does not repeat: what "
+                    "the rest of it would have drawn from generators of random numbers is drawn by what follows"
+                )
             if agreed.action is Action.STOP:
                 self._leave(saved, step, number)
                 return
@@ -456,7 +461,13 @@ class SideSaver:
             return "" if paused else f"{kind}, so it can only be left in a step or in saved.between_steps()"
         if self._rest.is_stepping or saver.step < target:
             return f"is in the middle of step {target if saver.step < target else target + 1}"
-        if self._rest.points or self._note_evaluation(saver):
+        if self._rest.points:
+            return ""
+        if self._rest.evaluates or self._is_paused:
+            missing = self._rest.missing_in_turn()
+            if missing:
+                return f"has taken step {saver.step} and evaluates in the middle of its pass, where {missing}"
+        if self._note_evaluation(saver):
             return ""
         return (
             f"has taken step {saver.step}, and its loop is still at what follows the optimizer's step: it has not "

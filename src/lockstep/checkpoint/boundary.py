@@ -131,7 +131,7 @@ class StepBoundary:
         self._side.rest(epoch_done)
 
     def left(self) -> None:
-        """Note that the loop was left early, which is a point of rest if an optimizer has stepped since the last one."""
+        """Note that the loop was left early: a point of rest, if an optimizer has stepped since the last one."""
         self._side.left()
 
     def in_evaluation(self) -> None:

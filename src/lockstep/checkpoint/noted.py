@@ -148,6 +148,10 @@ class Objects:
                 self._last[name] = Noted(mark, copied(thing.state_dict()) if mark is not None and copies else None)
         return dict(self._last)
 
+    def mark(self, name: str) -> list[Any] | None:
+        """Return the mark that an object has now; None: it holds too much to be looked at."""
+        return self._mark(name, self._things[name])[0]
+
     def state(self, name: str, then: Noted) -> Any:
         """Return the state of an object at an earlier moment.
 

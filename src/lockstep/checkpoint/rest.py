@@ -13,14 +13,17 @@ the next one. What else has changed since then was noted at that moment, the *po
   values are copied (Note [Watched tensors] in ``watched.py``).
 
 Where the training loop asks for its next batch there is such a point if an optimizer has stepped since the last one
-(gradients that are being accumulated would be lost at any other), and so there is where the loop is left early; and there
-is one where the loader's pass is over, and where an epoch is. Points between which no optimizer has stepped are kept side by side, since the ranks may have come to
-different ones of them, and save that which all have come to.
+(gradients that are being accumulated would be lost at any other), and so there is where the loop is left early; and
+there is one where the loader's pass is over, and where an epoch is. Points between which no optimizer has stepped are
+kept side by side, since the ranks may have come to different ones of them, and save that which all have come to.
 
 From an optimizer's step until the next point of rest the rest of a turn of the user's loop is missing: the scheduler's
 step, an average of weights. Only an evaluation is known not to be part of a step, by the model's mode, and a run can be
 left in it with the batch in hand done. (A model that is in eval mode at an optimizer's step is trained so, and its mode
-says nothing.)
+says nothing.) What the loop does between such an evaluation and its next batch is lost. So a scheduler or an extra
+object that has changed in other turns of the loop must have changed in this one already; one that waits for what an
+evaluation finds, ReduceLROnPlateau, steps after it unless it was seen to step between two epochs only; and parameters
+must be what the step has left.
 """
 
 from __future__ import annotations
@@ -34,15 +37,21 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lockstep import _torch, accelerator
-from lockstep.checkpoint.noted import Group, Noted, Objects, copied, with_groups
+from lockstep.checkpoint.noted import Group, Noted, Objects, copied, same, with_groups
 from lockstep.checkpoint.rng import Generators
 from lockstep.checkpoint.state import Moment, Position, RunState, Stateful, Tally
 from lockstep.checkpoint.watched import MODEL, After, Place, Watch
 from lockstep.errors import CheckpointError
 from lockstep.step import loss_scale
 from lockstep.text import listed
+
+#: The scheduler, among the names of extra objects.
+_SCHEDULER = ""
+#: What is known by its tensors.
+_TENSORS = (nn.Module, torch.optim.Optimizer)
 
 
 class LoaderPosition(Protocol):
@@ -169,8 +178,15 @@ class Rest:
         self._run, self._position, self._device = run, position, device
         #: Those since an optimizer's last step, in order.
         self.points: list[RestPoint] = []
-        #: The random numbers at the last point of all.
-        self.last_generators: Generators | None = None
+        #: The last point of all.
+        self._last: RestPoint | None = None
+        #: The scheduler and the extra objects that are no modules, by their names; those that have changed in turns of
+        #: the loop, and between them; and how many turns there were.
+        self._things: dict[str, Stateful] = {} if run.scheduler is None else {_SCHEDULER: run.scheduler}
+        self._things |= {name: thing for name, thing in run.extra.items() if not isinstance(thing, _TENSORS)}
+        self._in_turns: set[str] = set()
+        self._elsewhere: set[str] = set()
+        self._turns = 0
         #: Optimizers' steps that have begun.
         self.begun = 0
         self._is_stepping = False
@@ -180,9 +196,8 @@ class Rest:
         self.gate: Callable[[], None] | None = None
         self._watch = Watch(run)
         self._optimizers = run.optimizers()
-        others = (nn.Module, torch.optim.Optimizer)
         self._objects = Objects(
-            {name: thing for name, thing in run.extra.items() if not isinstance(thing, others)},
+            {name: thing for name, thing in self._things.items() if name != _SCHEDULER},
             lambda: [*run.model.parameters(), *run.model.buffers()],
         )
         #: The steps that had begun at the last point; -1: there was none.
@@ -209,7 +224,57 @@ class Rest:
             self.points.clear()
         self._begun_then = self.begun
         self.points.append(point := self._point(epoch_done))
-        self.last_generators = point.generators
+        self._learn_turns(point, after)
+        self._last = point
+
+    @property
+    def last_generators(self) -> Generators | None:
+        """The random numbers at the last point of all."""
+        return None if self._last is None else self._last.generators
+
+    def _learn_turns(self, point: RestPoint, after: After) -> None:
+        """Note what has changed since the last point: in a turn of the loop, or between two."""
+        if self._last is None:
+            return
+        changes = self._in_turns if after is After.STEP else self._elsewhere
+        changes |= {
+            name for name in self._things if name not in changes and not self._is_as_in(self._last, name, point)
+        }
+        if after is After.STEP:
+            changes |= self._watch.updated
+            self._turns += 1
+
+    def _is_as_in(self, then: RestPoint, name: str, point: RestPoint | None = None) -> bool:
+        """Return whether the scheduler, or an extra object that is no module, holds at a point, or now, what it held
+        then."""
+        if name == _SCHEDULER:
+            return same(then.scheduler, self._scheduler_state() if point is None else point.scheduler)
+        mark = then.extra[name].mark
+        return mark is None or mark == (self._objects.mark(name) if point is None else point.extra[name].mark)
+
+    def _scheduler_state(self) -> dict[str, Any] | None:
+        return None if self._run.scheduler is None else copied(self._run.scheduler.state_dict())
+
+    def missing_in_turn(self) -> str:
+        """Return what is still to come in the turn of the loop in the middle of which the model is evaluated, and would
+        be lost if the run was left there; empty: nothing, as far as is known. For another thread."""
+        moved = self._watch.moved_since_step()
+        if moved:
+            return f"parameters ({listed(moved)}) are not what the optimizer's step has left"
+        last = self._last
+        if last is None:
+            return ""
+        for name, thing in self._things.items():
+            waits = isinstance(thing, ReduceLROnPlateau) and name not in self._elsewhere
+            is_new = name == _SCHEDULER and not self._turns
+            if (waits or is_new or name in self._in_turns) and self._is_as_in(last, name):
+                how = "mostly steps after an evaluation" if waits else "has changed in other turns of the loop"
+                how = "may step in each turn of the loop" if is_new else how
+                return f"{_thing(name)} ({type(thing).__name__}) {how}, and has not since the optimizer's step"
+        late = sorted(self._in_turns & self._watch.owners - self._watch.updated_now())
+        if late:
+            return f"{_thing(late[0])} has changed in other turns of the loop, and has not since the optimizer's step"
+        return ""
 
     @property
     def has_stepped(self) -> bool:
@@ -263,12 +328,12 @@ class Rest:
 
     def _point(self, epoch_done: bool | None) -> RestPoint:
         run, device = self._run, self._device
-        loader, scheduler, scale = run.loader, run.scheduler, loss_scale.in_force()
+        loader, scale = run.loader, loss_scale.in_force()
         return RestPoint(
             self._position.now(),
             epoch_done,
             None if loader is None else getattr(loader, "position_now", partial(_position_of, loader))(),
-            None if scheduler is None else copied(scheduler.state_dict()),
+            self._scheduler_state(),
             [*map(Group.all_of, self._optimizers)],
             self._objects.note(),
             None if scale is None else scale.state_dict(),
@@ -279,6 +344,10 @@ class Rest:
     def steps(self) -> None:
         """Note that an optimizer's step begins; for the gate."""
         self._is_stepping = True
+
+
+def _thing(name: str) -> str:
+    return "its scheduler" if name == _SCHEDULER else f"extra {name!r}"
 
 
 def _words(owner: str) -> str:

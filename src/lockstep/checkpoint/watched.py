@@ -164,6 +164,9 @@ class Watch:
         self._peeked: list[_Tensor] = []
         self._samples = _Samples([])
         self._listed: frozenset[int] | None = None
+        #: The extra modules that have changed between an optimizer's step and a point, and all of them.
+        self.updated: set[str] = set()
+        self.owners = {name for name, _ in _modules(run) if name != MODEL}
         self.copies: dict[Place, torch.Tensor] = {}
         #: What was copied at the present points.
         self._copied: list[list[_Tensor]] = []
@@ -188,6 +191,9 @@ class Watch:
         compare = self._notes < _LEARNS
         self._notes += teaches
         changed = {id(each) for each in self._eager if each.look(compare=compare)}
+        if after is After.STEP and not self.updated >= self.owners:
+            self.updated |= {each.place[0] for each in self._eager if id(each) in changed} | self._updated()
+            self.updated.discard(MODEL)
         moved = set() if alone else self._learn()
         others |= bool(moved)
         changed |= moved
@@ -243,6 +249,14 @@ class Watch:
         params = {id(each) for each in self._with_steps[: self._params]}
         return [each.place[1] for each in self._peeked if id(each) in params and (each in sampled or each.has_moved())]
 
+    def updated_now(self) -> set[str]:
+        """Return the extra modules that have changed since the last point; for another thread."""
+        return {each.place[0] for each in self._eager if each.has_moved()} | self._updated()
+
+    def _updated(self) -> set[str]:
+        """Return those of the extra modules that change with every step."""
+        return {each.place[0] for each in self._moved(self._params)}
+
     def unknown(self) -> list[Place]:
         """Return the places of what has changed since the last point and was not copied; for another thread."""
         listed = [*self._norms, *self._eager, *self._with_steps]
@@ -282,13 +296,18 @@ class Watch:
                 each.after.add(self._after)
         return found
 
-    def _moved(self) -> list[_Tensor]:
-        """Return what changes with every step, as far as it has changed since the last point by torch's count."""
-        tensors = [holder[key] for holder, key in self._held]
+    def _moved(self, start: int = 0) -> list[_Tensor]:
+        """Return what changes with every step, as far as it has changed since the last point by torch's count.
+
+        Args:
+            start: the first that is looked at.
+        """
+        tensors = [holder[key] for holder, key in self._held[start:]]
         versions = [*map(_version, tensors)]
-        if versions == self._versions and all(map(operator.is_, tensors, self._tensors)):
+        then, counts = self._tensors[start:], self._versions[start:]
+        if versions == counts and all(map(operator.is_, tensors, then)):
             return []
-        before = zip(self._with_steps, tensors, versions, self._tensors, self._versions, strict=True)
+        before = zip(self._with_steps[start:], tensors, versions, then, counts, strict=True)
         return [each for each, now, version, old, count in before if now is not old or version != count]
 
     def _copy(self, wanted: list[_Tensor], changed: set[int], *, alone: bool) -> bool:

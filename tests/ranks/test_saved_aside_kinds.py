@@ -86,13 +86,13 @@ def _final(folder: Path) -> Any:
     return json.loads((folder / "final").read_text())
 
 
-def _resumes_with_the_bits(folder: Path, script: str, place: str, *, ranks: int = 1) -> Finished:
+def _resumes_with_the_bits(folder: Path, script: str, place: str, *, ranks: int = 1, side: bool = True) -> Finished:
     """Train once undisturbed, and once with a signal at ``place``; compare, and return what was stopped."""
     calm = _train(folder / "calm", script, ranks=ranks)
     assert calm.code == 0, calm
     stopped = _train(folder / "struck", script, place, struck=signal.SIGTERM, ranks=ranks)
     assert stopped.code == EXIT_SAVED, stopped
-    assert "was saved from the side" in stopped.err, stopped
+    assert ("was saved from the side" in stopped.err) == side, stopped
     resumed = _train(folder / "struck", script, place, struck=signal.SIGTERM, ranks=ranks)
     assert resumed.code == 0, resumed
     assert _final(folder / "struck") == _final(folder / "calm")
@@ -305,3 +305,25 @@ def test_an_evaluation_that_is_not_repeated_is_told(tmp_path: Path) -> None:
     stopped = _train(tmp_path, _EVALUATED, "draws", struck=signal.SIGTERM)
     assert stopped.code == EXIT_SAVED, stopped
     assert "in an evaluation in the middle of a pass, which a resumed run does not repeat" in stopped.err, stopped
+
+
+#: Statistics that are gathered anew after each pass, where one rank stays.
+_GATHERED_ANEW = """
+net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+model = lockstep.replicate(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in made(model, optimizer=optimizer).epochs(3):
+    for batch in loader:
+        take(model, batch, optimizer)
+    with torch.no_grad():
+        net(torch.arange(16.0).view(4, 4))
+    if epoch == 1:
+        stay("rank 1", seconds=4.0 if world.rank == 1 else 0.0)
+finish(net)
+"""
+
+
+def test_a_rank_that_can_not_go_back_waits_for_the_others(tmp_path: Path) -> None:
+    stopped = _resumes_with_the_bits(tmp_path, _GATHERED_ANEW, "rank 1", ranks=2, side=False)
+    words = "rank 0 of 2 has gone on since the last step, and what its model or extra= holds has changed since it was"
+    assert words in stopped.err, stopped

@@ -142,6 +142,9 @@ def test_points_without_a_step_between_them_are_kept() -> None:
     position.epoch = 4
     rest.note(False)
     assert [point.moment.epoch for point in rest.points] == [4]
+    assert rest.dropped == 3
+    _step(run)
+    assert rest.dropped == 0
 
 
 def test_any_optimizer_counts_and_a_gate_holds_it() -> None:

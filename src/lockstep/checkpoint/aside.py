@@ -131,8 +131,10 @@ class _Ready:
     #: Why it has not; empty: it has.
     why: str
     step: int
-    #: The points of rest that it has; 0: it is in an evaluation in the middle of a turn of the loop.
+    #: The points of rest that it has passed; 0: it is in an evaluation in the middle of a turn of the loop.
     points: int
+    #: The points among these that it can't go back to, the first ones.
+    dropped: int
     #: A digest of the random numbers that ranks have in common, at the last point of all.
     common: str
 
@@ -429,6 +431,14 @@ class SideSaver:
             others = [other for other in whys if other != rank]
             more = f" (and {which_ranks(others)} likewise)" if others else ""
             return f"rank {rank} {of_all} {whys[rank]}{more}"
+        common = _common_point(everyone)
+        ahead = next((rank for rank, each in enumerate(everyone) if each.dropped >= common), None)
+        if ahead is not None:
+            behind = next(rank for rank, each in enumerate(everyone) if max(each.points, 1) == common)
+            return (
+                f"rank {ahead} {of_all} has gone on since the last step, and what its model or extra= holds has "
+                f"changed since it was where rank {behind} is"
+            )
         steps = [each.step for each in everyone]
         if saver.trains_apart or len(set(steps)) == 1:
             return ""
@@ -446,7 +456,9 @@ class SideSaver:
             time.sleep(_NAP)
         last = self._rest.last_generators
         common = "" if last is None else _common_digest(last.to_json())
-        return _Ready(why, saver.step, 0 if self._in_evaluation else len(self._rest.points), common)
+        dropped = 0 if self._in_evaluation else self._rest.dropped
+        points = 0 if self._in_evaluation else dropped + len(self._rest.points)
+        return _Ready(why, saver.step, points, dropped, common)
 
     def _why_not(self, saver: SavesAside, target: int) -> str:
         """Return why this rank can't be saved now; empty: it can."""
@@ -486,7 +498,7 @@ class SideSaver:
         """**Collective.** Save the latest point that all ranks have. Return the checkpoint and its step."""
         rest, rank = self._rest, self._world.rank
         step = max(each.step for each in everyone)
-        point = self._in_evaluation or rest.points[min(max(each.points, 1) for each in everyone) - 1]
+        point = self._in_evaluation or rest.points[_common_point(everyone) - everyone[rank].dropped - 1]
         begun = rest.begun
         peers = self._peers(number, "write", self._world.timeout)
         # Together: where a state is not known on one rank, the others must not wait for its part.
@@ -547,6 +559,11 @@ class SideSaver:
         if everywhere or self._world.is_main:
             who = f"rank {self._world.rank}: " if everywhere else ""
             print(f"lockstep: {who}{text}", file=sys.stderr, flush=True)
+
+
+def _common_point(everyone: Sequence[_Ready]) -> int:
+    """Return the number of the latest point of rest that all ranks have passed since their last step, from 1."""
+    return min(max(each.points, 1) for each in everyone)
 
 
 def _common_digest(states: dict[str, Any]) -> str:

@@ -15,7 +15,8 @@ the next one. What else has changed since then was noted at that moment, the *po
 Where the training loop asks for its next batch there is such a point if an optimizer has stepped since the last one
 (gradients that are being accumulated would be lost at any other), and so there is where the loop is left early; and
 there is one where the loader's pass is over, and where an epoch is. Points between which no optimizer has stepped are
-kept side by side, since the ranks may have come to different ones of them, and save that which all have come to.
+kept side by side, since the ranks may have come to different ones of them, and save that which all have come to. Where
+what was copied changes between two of them, those before are dropped, and a rank that is still there is waited for.
 
 From an optimizer's step until the next point of rest the rest of a turn of the user's loop is missing: the scheduler's
 step, an average of weights. Only an evaluation is known not to be part of a step, by the model's mode, and a run can be
@@ -176,8 +177,10 @@ class Rest:
 
     def __init__(self, run: RunState, position: Position, device: torch.device) -> None:
         self._run, self._position, self._device = run, position, device
-        #: Those since an optimizer's last step, in order.
+        #: Those since an optimizer's last step, in order, and how many there were before them of which what was copied
+        #: has changed since.
         self.points: list[RestPoint] = []
+        self.dropped = 0
         #: The last point of all.
         self._last: RestPoint | None = None
         #: The scheduler and the extra objects that are no modules, by their names; those that have changed in turns of
@@ -221,6 +224,7 @@ class Rest:
         teaches = has_stepped or not self.knows_steps
         after = After.STEP if has_stepped and self._begun_then >= 0 else After.OTHER
         if self._watch.note(after, alone=not self.points, teaches=teaches):
+            self.dropped += len(self.points)
             self.points.clear()
         self._begun_then = self.begun
         self.points.append(point := self._point(epoch_done))
@@ -380,4 +384,5 @@ def _after_step(weak: weakref.ref[Rest], *_: object) -> None:
     if rest is not None:
         rest._is_stepping, rest._steps_in_eval = False, not rest._run.model.training
         rest.points.clear()
+        rest.dropped = 0
         rest._watch.after_step()

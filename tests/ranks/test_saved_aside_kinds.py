@@ -327,3 +327,49 @@ def test_a_rank_that_can_not_go_back_waits_for_the_others(tmp_path: Path) -> Non
     stopped = _resumes_with_the_bits(tmp_path, _GATHERED_ANEW, "rank 1", ranks=2, side=False)
     words = "rank 0 of 2 has gone on since the last step, and what its model or extra= holds has changed since it was"
     assert words in stopped.err, stopped
+
+
+#: An average whose statistics come from a pass over the training data itself, in the same epoch.
+_MEASURED = """
+net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+model = lockstep.replicate(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+average = torch.optim.swa_utils.AveragedModel(net)
+def batches():
+    for number, batch in enumerate(loader):
+        if epoch == 1 and number == 1:
+            stay("a second pass")
+            stay("shortly", seconds=0.1)
+        yield batch
+for epoch in made(model, optimizer=optimizer, extra={"average": average}).epochs(3):
+    for batch in loader:
+        take(model, batch, optimizer)
+    average.update_parameters(net)
+    torch.optim.swa_utils.update_bn(batches(), average)
+finish(net, loader.epoch, [each.tolist() for each in average.state_dict().values()])
+"""
+
+
+@pytest.mark.parametrize("place", ["a second pass", "shortly"])
+def test_a_pass_beside_training_is_not_continued_as_training(tmp_path: Path, place: str) -> None:
+    _resumes_with_the_bits(tmp_path, _MEASURED, place, side=place != "shortly")
+
+
+#: Gradients of two batches for a step.
+_ACCUMULATED = """
+model = lockstep.replicate(nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in made(model, optimizer=optimizer).epochs(3):
+    for batch in loader:
+        if loader.batches_left % 2:
+            stay("shortly", 4, seconds=0.1)
+        model(batch).square().mean().backward()
+        if loader.batches_left % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+finish(model)
+"""
+
+
+def test_one_rank_is_not_left_while_it_accumulates(tmp_path: Path) -> None:
+    _resumes_with_the_bits(tmp_path, _ACCUMULATED, "shortly", side=False)

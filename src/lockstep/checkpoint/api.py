@@ -257,7 +257,7 @@ class Checkpointer:
         self._boundary.between_steps(epoch_done=False if self._position.in_body and not loader_knows else None)
 
     def _note_end_of_pass(self) -> None:
-        self._boundary.rest()
+        self._boundary.at_end_of_pass()
 
     def _note_early_end(self) -> None:
         self._boundary.left()

@@ -58,6 +58,13 @@ class StepBoundary:
         self._boundaries = 0
         #: True if a loop tells when it is between two steps.
         self._watched = False
+        #: The loader that does so, the epoch of its pass and the steps taken before it, and at the last boundary.
+        self._loader: Callable[[], object | None] = lambda: None
+        self._pass: object = None
+        self._before_pass: int | None = None
+        self._steps = 0
+        #: The steps taken at the last boundary of all.
+        self._step_here = -1
 
     def watch(self, loader: object) -> None:
         """Register with ``loader`` to be called before its next batch, if it has such a hook."""
@@ -65,7 +72,8 @@ class StepBoundary:
         register = getattr(loader, "register_step_boundary_hook", None)
         if register is not None:
             self._watched = True
-            register(self.reached)
+            self._loader = weakref.ref(loader)
+            register(self._at_batch)
 
     def listen(self) -> None:
         """Take signals as requests from now on, if there is a loop that will handle them."""
@@ -86,6 +94,27 @@ class StepBoundary:
                 file=sys.stderr,
                 flush=True,
             )
+
+    def _at_batch(self) -> None:
+        """**Collective.** Note that the loop asks the loader for its next batch."""
+        if not self.is_beside_training:
+            self.reached()
+
+    @property
+    def is_beside_training(self) -> bool:
+        """Whether the loader's pass is another one than the last that was trained on, and has had no optimizer's step.
+
+        Such a pass measures something, say the statistics of an average. A resumed run would train on its rest.
+        """
+        saver = self._saver()
+        if saver is None or not self._counts_steps or saver.trains_apart:
+            return False
+        epoch = getattr(self._loader(), "epoch", None)
+        if epoch != self._pass:
+            self._before_pass = None if self._pass is None else self._steps
+            self._pass = epoch
+        self._steps = saver.step
+        return saver.step == self._before_pass
 
     def between_steps(self, *, epoch_done: bool | None) -> None:
         """**Collective.** Note that the user's own loop is between two steps."""
@@ -118,6 +147,8 @@ class StepBoundary:
         if training is not None:
             count = training.rounds  # see Note [Rounds and agreements] in step/local_training.py
         asked = self._requests.stop is not None or self._requests.save
+        if self._accumulates(saver, epoch_done, training):
+            return
         due = agreement.due(count, wanted=self._requests.wanted if asked else None)
         if last and due is None:
             due = self._due_at_last()
@@ -125,6 +156,20 @@ class StepBoundary:
             self._save_and_continue(saver, epoch_done)
         elif due is Action.STOP:
             self._save_and_leave(saver, epoch_done)
+
+    def _accumulates(self, saver: Saver, epoch_done: bool | None, training: LocalTraining | None) -> bool:
+        """Return whether gradients may be accumulated, which a checkpoint would lose.
+
+        Several ranks act at a boundary that follows a step by the count on which they agree.
+        """
+        before, self._step_here = self._step_here, saver.step
+        alone = self._counts_steps and self._world.world_size == 1 and training is None
+        return alone and epoch_done is not True and saver.step == before
+
+    def at_end_of_pass(self) -> None:
+        """Note a point of rest where the loader's pass is over, unless it was one beside training."""
+        if not self.is_beside_training:
+            self.rest()
 
     def rest(self, epoch_done: bool | None = None) -> None:
         """Note a point of rest: see Note [Points of rest] in rest.py."""

@@ -292,14 +292,14 @@ def test_parameters_that_are_frozen_again_and_moved_are_copied() -> None:
 @pytest.mark.parametrize("size", [4, 2**19])
 def test_modules_in_extra_are_as_they_were(size: int) -> None:
     run = _run(nn.Linear(2, 2))
-    average = nn.Module()
-    average.register_buffer("values", torch.zeros(size))
-    average.norm = nn.BatchNorm1d(2)
+    average, norm, values = nn.Module(), nn.BatchNorm1d(2), torch.zeros(size)
+    average.register_buffer("values", values)
+    average.norm = norm
     rest = Rest(RunState(run.model, run.optimizer, extra={"average": average}), Position(), CPU)
 
     def update() -> None:
-        average.values += 1  # type: ignore[operator]
-        average.norm(torch.randn(4, 2))
+        values.add_(1)
+        norm(torch.randn(4, 2))
 
     for epoch in range(3):
         rest.note(False)

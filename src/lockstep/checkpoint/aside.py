@@ -50,6 +50,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from lockstep import _torch, knobs
+from lockstep.checkpoint.calls import Calls, calls_of
 from lockstep.checkpoint.encoding import digest_of
 from lockstep.checkpoint.rest import Rest, RestPoint, RunAtRest
 from lockstep.checkpoint.rng import COMMON
@@ -59,10 +60,8 @@ from lockstep.checkpoint.together import together
 from lockstep.comm.peers import OverStore, Peers
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError, CollectiveTimeout, LockstepError
-from lockstep.job import flight
 from lockstep.job.files import EXIT_SAVED
-from lockstep.job.page import Cell, Pages
-from lockstep.job.stop import Action, KeyValueStore, Requests
+from lockstep.job.stop import Action, Requests
 from lockstep.job.wakeup import Wakeup
 from lockstep.text import as_size, which_ranks
 
@@ -163,7 +162,7 @@ class SideSaver:
         self._leave_word = leave_word
         self._thread: threading.Thread | None = None
         self._wakeup: Wakeup | None = None
-        self._calls: _Calls | None = None
+        self._calls: Calls | None = None
         self._closed = False
         #: The number of the last attempt that this rank took part in; the reason why the last one came to nothing.
         self._attempts, self._said = 0, ""
@@ -193,7 +192,7 @@ class SideSaver:
         """Begin to attend to requests."""
         if self._thread is not None or threading.current_thread() is not threading.main_thread():
             return
-        self._calls = _calls(self._world)
+        self._calls = calls_of(self._world)
         self._attempts = self._calls.latest()[0]
         self._wakeup = Wakeup()
         self._closed = False
@@ -581,56 +580,3 @@ def _settle(everyone: Sequence[_Ready]) -> Settle:
         return [{**state, **common} for state in states]
 
     return settle
-
-
-class _Calls(Protocol):
-    """Where the ranks call each other to an attempt."""
-
-    def latest(self) -> tuple[int, Action]:
-        """Return the number of the latest attempt, 0 if there was none, and what it is to do."""
-
-    def call(self, number: int, action: Action) -> None:
-        """Call all ranks to an attempt."""
-
-
-class _OnPages:
-    """Calls on one host: a number in each rank's page."""
-
-    def __init__(self, pages: Pages, rank: int) -> None:
-        self._pages, self._rank = pages, rank
-
-    def latest(self) -> tuple[int, Action]:
-        number, action = divmod(max(self._pages.all(Cell.ASIDE)), len(Action))
-        return number, Action(action)
-
-    def call(self, number: int, action: Action) -> None:
-        self._pages.set(self._rank, Cell.ASIDE, number * len(Action) + action)
-
-
-class _InStore:
-    """Calls on several hosts, or under another launcher: keys of the process group's store."""
-
-    def __init__(self, store: KeyValueStore) -> None:
-        self._store = store
-        self._latest, self._action = 0, Action.STOP
-
-    def latest(self) -> tuple[int, Action]:
-        while self._store.check([self._key(self._latest + 1)]):
-            self._latest += 1
-            self._action = Action(int(self._store.get(self._key(self._latest))))
-        return self._latest, self._action
-
-    def call(self, number: int, action: Action) -> None:
-        self._store.compare_set(self._key(number), "", f"{action:d}")
-
-    @staticmethod
-    def _key(number: int) -> str:
-        return f"lockstep/side/{number}"
-
-
-def _calls(world: World) -> _Calls:
-    """Return calls in shared memory if one launcher of lockstep started all ranks, else in the group's store."""
-    pages = flight.current.pages
-    if pages is not None and knobs.store() is not None:
-        return _OnPages(pages, world.rank)
-    return _InStore(_torch.default_store())

@@ -56,6 +56,7 @@ class StepBoundary:
         #: True if an optimizer counts ``saver.step`` up; otherwise boundaries are counted here.
         self._counts_steps = counts_steps
         self._boundaries = 0
+        self._acts_after_steps = counts_steps and world.world_size == 1
         #: True if a loop tells when it is between two steps.
         self._watched = False
         #: The loader that does so, the epoch of its pass and the steps taken before it, and at the last boundary.
@@ -97,24 +98,23 @@ class StepBoundary:
 
     def _at_batch(self) -> None:
         """**Collective.** Note that the loop asks the loader for its next batch."""
-        if not self.is_beside_training:
+        saver = self._saver()
+        if saver is not None and not self._is_beside_training(saver):
             self.reached()
 
-    @property
-    def is_beside_training(self) -> bool:
-        """Whether the loader's pass is another one than the last that was trained on, and has had no optimizer's step.
+    def _is_beside_training(self, saver: Saver) -> bool:
+        """Return whether the loader's pass is another one than the last that was trained on, and has had no step.
 
         Such a pass measures something, say the statistics of an average. A resumed run would train on its rest.
         """
-        saver = self._saver()
-        if saver is None or not self._counts_steps or saver.trains_apart:
+        if not self._counts_steps or (trained_apart and saver.trains_apart):
             return False
-        epoch = getattr(self._loader(), "epoch", None)
+        epoch, steps = getattr(self._loader(), "epoch", None), saver.step
         if epoch != self._pass:
             self._before_pass = None if self._pass is None else self._steps
             self._pass = epoch
-        self._steps = saver.step
-        return saver.step == self._before_pass
+        self._steps = steps
+        return steps == self._before_pass
 
     def between_steps(self, *, epoch_done: bool | None) -> None:
         """**Collective.** Note that the user's own loop is between two steps."""
@@ -147,8 +147,9 @@ class StepBoundary:
         if training is not None:
             count = training.rounds  # see Note [Rounds and agreements] in step/local_training.py
         asked = self._requests.stop is not None or self._requests.save
-        if self._accumulates(saver, epoch_done, training):
-            return
+        before, self._step_here = self._step_here, count
+        if self._acts_after_steps and count == before and epoch_done is not True and training is None:
+            return  # gradients may be accumulated, and would be lost; several ranks act after a step, by its count
         due = agreement.due(count, wanted=self._requests.wanted if asked else None)
         if last and due is None:
             due = self._due_at_last()
@@ -157,18 +158,10 @@ class StepBoundary:
         elif due is Action.STOP:
             self._save_and_leave(saver, epoch_done)
 
-    def _accumulates(self, saver: Saver, epoch_done: bool | None, training: LocalTraining | None) -> bool:
-        """Return whether gradients may be accumulated, which a checkpoint would lose.
-
-        Several ranks act at a boundary that follows a step by the count on which they agree.
-        """
-        before, self._step_here = self._step_here, saver.step
-        alone = self._counts_steps and self._world.world_size == 1 and training is None
-        return alone and epoch_done is not True and saver.step == before
-
     def at_end_of_pass(self) -> None:
         """Note a point of rest where the loader's pass is over, unless it was one beside training."""
-        if not self.is_beside_training:
+        saver = self._saver()
+        if saver is not None and not self._is_beside_training(saver):
             self.rest()
 
     def rest(self, epoch_done: bool | None = None) -> None:

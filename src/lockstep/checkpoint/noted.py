@@ -67,7 +67,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-class Group(NamedTuple):
+class OptionGroup(NamedTuple):
     """A group of an optimizer at one moment."""
 
     params: list[torch.Tensor]
@@ -75,15 +75,20 @@ class Group(NamedTuple):
     options: dict[str, Any]
 
     @classmethod
-    def all_of(cls, optimizer: torch.optim.Optimizer) -> list[Group]:
+    def all_of(cls, optimizer: torch.optim.Optimizer) -> list[OptionGroup]:
         """Return an optimizer's groups as they are now."""
-        return [
-            cls([*group["params"]], {name: copied(value) for name, value in group.items() if name != "params"})
-            for group in optimizer.param_groups
-        ]
+        groups = []
+        for group in optimizer.param_groups:
+            options = group.copy()
+            params = options.pop("params")
+            for name, value in options.items():
+                if type(value) not in _ATOMS:
+                    options[name] = copied(value)
+            groups.append(cls(params.copy(), options))
+        return groups
 
 
-def with_groups(name: str, optimizer: torch.optim.Optimizer, then: Sequence[Group]) -> dict[str, Any]:
+def with_groups(name: str, optimizer: torch.optim.Optimizer, then: Sequence[OptionGroup]) -> dict[str, Any]:
     """Return an optimizer's state with the groups that it had at an earlier moment, after its last step.
 
     Args:
@@ -141,6 +146,8 @@ class Objects:
 
     def note(self) -> dict[str, Noted]:
         """Return what the objects hold now, by their names."""
+        if not self._things:
+            return {}
         for name, thing in self._things.items():
             mark, copies = self._mark(name, thing)
             before = self._last.get(name)

@@ -41,7 +41,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lockstep import _torch, accelerator
-from lockstep.checkpoint.noted import Group, Noted, Objects, copied, same, with_groups
+from lockstep.checkpoint.noted import Noted, Objects, OptionGroup, copied, same, with_groups
 from lockstep.checkpoint.rng import Generators
 from lockstep.checkpoint.state import Moment, Position, RunState, Stateful, Tally
 from lockstep.checkpoint.watched import MODEL, After, Place, Watch
@@ -74,7 +74,7 @@ class RestPoint(NamedTuple):
     loader: LoaderPosition | None
     scheduler: dict[str, Any] | None
     #: The groups of each of the run's optimizers.
-    groups: list[list[Group]]
+    groups: list[list[OptionGroup]]
     #: What the extra objects held that are neither modules nor optimizers, by their names.
     extra: dict[str, Noted]
     #: The state of the loss scale; None: no losses are scaled.
@@ -187,6 +187,7 @@ class Rest:
         #: the loop, and between them; and how many turns there were.
         self._things: dict[str, Stateful] = {} if run.scheduler is None else {_SCHEDULER: run.scheduler}
         self._things |= {name: thing for name, thing in run.extra.items() if not isinstance(thing, _TENSORS)}
+        self._has_objects = len(self._things) > (run.scheduler is not None)
         self._in_turns: set[str] = set()
         self._elsewhere: set[str] = set()
         self._turns = 0
@@ -228,7 +229,10 @@ class Rest:
             self.points.clear()
         self._begun_then = self.begun
         self.points.append(point := self._point(epoch_done))
-        self._learn_turns(point, after)
+        if self._last is not None:
+            self._turns += after is After.STEP
+            if self._things or self._watch.owners:
+                self._learn_turns(self._last, point, after)
         self._last = point
 
     @property
@@ -236,17 +240,14 @@ class Rest:
         """The random numbers at the last point of all."""
         return None if self._last is None else self._last.generators
 
-    def _learn_turns(self, point: RestPoint, after: After) -> None:
+    def _learn_turns(self, last: RestPoint, point: RestPoint, after: After) -> None:
         """Note what has changed since the last point: in a turn of the loop, or between two."""
-        if self._last is None:
-            return
         changes = self._in_turns if after is After.STEP else self._elsewhere
-        changes |= {
-            name for name in self._things if name not in changes and not self._is_as_in(self._last, name, point)
-        }
+        for name in self._things:
+            if name not in changes and not self._is_as_in(last, name, point):
+                changes.add(name)
         if after is After.STEP:
             changes |= self._watch.updated
-            self._turns += 1
 
     def _is_as_in(self, then: RestPoint, name: str, point: RestPoint | None = None) -> bool:
         """Return whether the scheduler, or an extra object that is no module, holds at a point, or now, what it held
@@ -337,9 +338,9 @@ class Rest:
             self._position.now(),
             epoch_done,
             None if loader is None else getattr(loader, "position_now", partial(_position_of, loader))(),
-            self._scheduler_state(),
-            [*map(Group.all_of, self._optimizers)],
-            self._objects.note(),
+            None if run.scheduler is None else self._scheduler_state(),
+            [*map(OptionGroup.all_of, self._optimizers)],
+            self._objects.note() if self._has_objects else {},
             None if scale is None else scale.state_dict(),
             Generators.now(device),
             None if device.type == "cpu" else accelerator.mark(device),

@@ -39,6 +39,7 @@ from lockstep.checkpoint.state import RunState
 
 _copy = _torch.foreach_copy()
 _version, _is_trained = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
+_raw = operator.attrgetter("raw")
 
 #: The number of points at which the bits of tensors are compared, to find those that change without a count, and the
 #: bytes of each that are.
@@ -123,7 +124,7 @@ class _Tensor:
         address = 0 if now.layout is not torch.strided or nn.parameter.is_lazy(now) else now.data_ptr()
         if again or address != self.address:
             self.address, self.views = address, _views(now) if address else ()
-        self.bytes = b"".join([view.raw for view in self.views])
+        self.bytes = b"".join(map(_raw, self.views))
 
     def has_moved(self) -> bool:
         """Return whether it is not what it was at the last look, as far as can be seen; for another thread."""
@@ -136,7 +137,7 @@ class _Tensor:
         if self.address:
             if now.data_ptr() != self.address:
                 return True
-            if b"".join([view.raw for view in self.views]) != self.bytes:
+            if b"".join(map(_raw, self.views)) != self.bytes:
                 return True
         return bool(self.digest and bits.hexdigest(now, _BEGINNING) != self.digest)
 
@@ -159,6 +160,8 @@ class Watch:
         self._held: list[tuple[dict[str, Any], str]] = []
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
+        #: Those of them that were seen to change after a point, by what it follows.
+        self._moving: dict[After, list[_Tensor]] = {kind: [] for kind in After}
         #: How many of the latter are stepped parameters, which come first, and those of which some bytes are compared.
         self._params = 0
         self._peeked: list[_Tensor] = []
@@ -187,45 +190,56 @@ class Watch:
             alone: there are no points before it with no step between.
             teaches: what has changed since the last point tells what steps change.
         """
-        others = self._list(after)
+        others = False
+        self._steps = 0 if after is After.OTHER else self._steps + 1
+        if self._steps <= _FREEZES or self._listed is None:
+            others = self._list(after)
         compare = self._notes < _LEARNS
         self._notes += teaches
+        changed: set[int] = set()
+        wanted: list[_Tensor] = []
+        if self._eager:
+            changed, wanted = self._look(after, compare=compare)
+        elif after is After.STEP and not self.updated >= self.owners:
+            self.updated |= self._updated()
+        if not alone:
+            moved = self._learn()
+            others |= bool(moved)
+            changed |= moved
+        for each in self._norms:
+            each.tensor = each.holder.get(each.key)
+        moving = self._moving[after]
+        for each in moving:
+            each.tensor = each.holder.get(each.key)
+        if not moving or not self._may_copy(moving):
+            moving = []
+        self._refer()
+        wanted += moving
+        wanted += self._norms
+        if wanted:
+            others |= self._copy(wanted, changed, alone=alone)
+        others &= not alone
+        if alone or others:
+            self._copied.clear()
+        self._copied.append([*moving])
+        self._after, self._is_at_rest = after, True
+        return others
+
+    def _look(self, after: After, *, compare: bool) -> tuple[set[int], list[_Tensor]]:
+        """Look at what is copied once it has changed. Return the ids of what has, and what is to be copied."""
         changed = {id(each) for each in self._eager if each.look(compare=compare)}
         if after is After.STEP and not self.updated >= self.owners:
             self.updated |= {each.place[0] for each in self._eager if id(each) in changed} | self._updated()
             self.updated.discard(MODEL)
-        moved = set() if alone else self._learn()
-        others |= bool(moved)
-        changed |= moved
-        for each in self._norms:
-            each.tensor = each.holder.get(each.key)
-        if compare and self._eager:
-            small = sum(each.tensor.nbytes for each in self._eager if each.tensor is not None) <= _SMALL
-        else:
-            small = False
+        small = compare and sum(each.tensor.nbytes for each in self._eager if each.tensor is not None) <= _SMALL
         held = self.copies
-        wanted = [
+        return changed, [
             each
             for each in self._eager
             if each.always
             or id(each) in changed
             or ((small or not each.address) if each.place not in held else not each.views)
         ]
-        moving = [each for each in self._with_steps if after in each.after]
-        for each in moving:
-            each.tensor = each.holder.get(each.key)
-        if not self._may_copy(moving):
-            moving = []
-        wanted += moving
-        self._refer()
-        wanted += self._norms
-        others |= self._copy(wanted, changed, alone=alone)
-        others &= not alone
-        if alone or others:
-            self._copied.clear()
-        self._copied.append(moving)
-        self._after, self._is_at_rest = after, True
-        return others
 
     def before_step(self) -> None:
         """Learn what has changed since the last point; an optimizer is about to step."""
@@ -238,9 +252,7 @@ class Watch:
     def after_step(self) -> None:
         """Note what parameters are now; an optimizer has stepped."""
         self._is_at_rest = False
-        for each in self._peeked:
-            self._refer_to(each)
-        self._samples.take()
+        self._peek()
 
     def moved_since_step(self) -> list[str]:
         """Name parameters that have changed since an optimizer has stepped, as far as can be seen in a few of them; for
@@ -274,27 +286,34 @@ class Watch:
     def _refer(self) -> None:
         """Note what tensors are now that change with every step."""
         count = self._params if self._steps else 0  # parameters stay; who replaces them does so between two epochs
-        self._tensors[count:] = [holder[key] for holder, key in self._held[count:]]
+        if count < len(self._held):
+            self._tensors[count:] = [holder[key] for holder, key in self._held[count:]]
         self._versions = [*map(_version, self._tensors)]
-        for each in self._peeked:
-            self._refer_to(each)
-        self._samples.take()
+        self._peek()
 
-    @staticmethod
-    def _refer_to(each: _Tensor) -> None:
-        before, each.tensor = each.tensor, each.holder.get(each.key)
-        if each.tensor is not None:
-            each.version = each.tensor._version
-            each.peek(each.tensor, again=each.tensor is not before)
+    def _peek(self) -> None:
+        """Note what some of these tensors are now, with some of their bytes."""
+        for each in self._peeked:
+            before, now = each.tensor, each.holder.get(each.key)
+            each.tensor = now
+            if now is None:
+                continue
+            each.version = now._version
+            if now is before and now.data_ptr() == each.address:
+                each.bytes = b"".join(map(_raw, each.views))
+            else:
+                each.peek(now, again=True)
+        if self._samples.tensors:
+            self._samples.take()
 
     def _learn(self) -> set[int]:
         """Note after which point what changes with every step has changed. Return the ids of what has."""
-        found = set()
-        for each in self._moved():
-            found.add(id(each))
-            if self._after is not None:
-                each.after.add(self._after)
-        return found
+        moved, after = self._moved(), self._after
+        if moved and after is not None:
+            for each in moved:
+                each.after.add(after)
+            self._moving[after] = [each for each in self._with_steps if after in each.after]
+        return {*map(id, moved)}
 
     def _moved(self, start: int = 0) -> list[_Tensor]:
         """Return what changes with every step, as far as it has changed since the last point by torch's count.
@@ -347,9 +366,7 @@ class Watch:
 
     def _list(self, after: After) -> bool:
         """List the tensors, anew if other parameters are stepped now. Return whether they are others."""
-        self._steps = 0 if after is After.OTHER else self._steps + 1
-        is_late = self._steps > _FREEZES or (self._steps and all(map(_is_trained, self._tensors[: self._params])))
-        if self._listed is not None and is_late:
+        if self._listed is not None and after is After.STEP and all(map(_is_trained, self._tensors[: self._params])):
             return False
         stepped = self._stepped()
         if stepped == self._listed:
@@ -383,6 +400,7 @@ class Watch:
         self._versions = [*map(_version, self._tensors)]
         for each in self._with_steps:
             self.copies.pop(each.place, None)
+        self._moving = {kind: [each for each in self._with_steps if kind in each.after] for kind in After}
         self._peeked = [*_some(params), *_some(averages)]
         self._samples = _Samples(self._peeked)
         return not is_first
@@ -397,18 +415,16 @@ class _Samples:
     """Some elements of tensors on an accelerator, which stay there."""
 
     def __init__(self, tensors: list[_Tensor]) -> None:
-        self._tensors = [each for each in tensors if (now := each.holder.get(each.key)) is not None and not now.is_cpu]
+        self.tensors = [each for each in tensors if (now := each.holder.get(each.key)) is not None and not now.is_cpu]
         self._of: list[torch.Tensor] = []
         self._taken: list[torch.Tensor] = []
         self._addresses: list[int] = []
 
     def take(self) -> None:
         """Copy the elements as they are now."""
-        if not self._tensors:
-            return
-        addresses = [each.address for each in self._tensors]
+        addresses = [each.address for each in self.tensors]
         if addresses != self._addresses:
-            self._addresses, self._of = addresses, [_beginning(each) for each in self._tensors]
+            self._addresses, self._of = addresses, [_beginning(each) for each in self.tensors]
             self._taken = [each.clone() for each in self._of]
             return
         with torch.no_grad():
@@ -420,7 +436,7 @@ class _Samples:
             return []
         return [
             each
-            for each, taken in zip(self._tensors, self._taken, strict=True)
+            for each, taken in zip(self.tensors, self._taken, strict=True)
             if not torch.equal(_beginning(each), taken)
         ]
 

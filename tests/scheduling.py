@@ -35,6 +35,7 @@ WAITING = frozenset(
         "ranks/test_run_stops",
         "ranks/test_run_summary",
         "ranks/test_saved_aside",
+        "ranks/test_saved_aside_kinds",
         "ranks/test_shm_faults",
         "ranks/test_spawn",
         "ranks/test_trace",

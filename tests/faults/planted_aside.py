@@ -18,8 +18,8 @@ ASIDE_FAULTS = [
     Fault(
         "what a forward has changed is saved",
         "checkpoint/rest.py",
-        "        return {**state, **self.kept}\n",
-        "        return state\n",
+        "        return {**state, **kept}\n",
+        "        return {**state}\n",
         _POINTS,
     ),
     Fault(
@@ -32,8 +32,8 @@ ASIDE_FAULTS = [
     Fault(
         "a tensor that changes for the first time in a step is saved as it is",
         "checkpoint/rest.py",
-        "        if unknown:\n            raise CheckpointError(\n",
-        "        if False:\n            raise CheckpointError(\n",
+        "            if unknown:\n",
+        "            if False:\n",
         _POINTS,
     ),
     Fault(
@@ -53,7 +53,7 @@ ASIDE_FAULTS = [
     Fault(
         "each rank saves the latest point of its own",
         "checkpoint/aside.py",
-        "rest.points[min(max(each.points, 1) for each in everyone) - 1]",
+        "rest.points[_common_point(everyone) - everyone[rank].dropped - 1]",
         "rest.points[-1]",
         (f"{_PLACES}::test_a_signal_in_any_place_saves_the_last_step_and_the_bits[evaluation-1 of 2]",),
     ),

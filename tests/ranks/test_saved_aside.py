@@ -256,7 +256,7 @@ def test_what_one_rank_can_not_tell_is_refused_by_all_at_once(tmp_path: Path) ->
     script = script.replace("self.table[int(self.at)] = 1", changes)
     stopped = _train(tmp_path, "forward", struck=signal.SIGTERM, script=script, grace="10")
     assert stopped.code == 128 + signal.SIGTERM, stopped
-    words = "model: table has changed for the first time in the middle of a step, so the value that it had between"
+    words = "model: table has changed for the first time in the middle of a step or outside of steps, so what it held"
     assert stopped.err.count(words) == 1, stopped
 
 

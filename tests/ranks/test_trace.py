@@ -154,6 +154,26 @@ def test_a_run_of_fewer_steps_says_so(tmp_path: Path) -> None:
     assert not [*tmp_path.rglob("trace*")]
 
 
+def test_parameters_that_were_frozen_meanwhile_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        """
+import torch, lockstep
+lockstep.init()
+net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+model = lockstep.replicate(net, find_unused_parameters=True)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+for step in range(12):
+    net[0].requires_grad_(step < 2)
+    model(torch.ones(1, 2)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    )
+    done = _run(tmp_path, "train.py")
+    assert done.code == 0, done
+    assert "the trace of steps 3 to 8 on 2 ranks is in logs/trace.json.gz" in done.err
+
+
 @pytest.mark.parametrize("text", ["", "0", "x", "5:", "5:x", "-3", "1.5", "20:-1", "10001"])
 def test_bad_values_are_refused_before_anything_starts(tmp_path: Path, text: str) -> None:
     command = [sys.executable, "-m", "lockstep", "run", "-n", "2", f"--trace={text}", str(_SCRIPT)]

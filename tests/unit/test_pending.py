@@ -60,13 +60,45 @@ OPTIMIZERS: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
 }
 
 
+class _Average(nn.Module):
+    """An average of a parameter, and on the host the number of its updates."""
+
+    def __init__(self, param: torch.Tensor) -> None:
+        super().__init__()
+        self.mean: torch.Tensor
+        self.count: torch.Tensor
+        self.register_buffer("mean", param.detach().clone())
+        self.register_buffer("count", torch.zeros(1))
+
+    @torch.no_grad()
+    def update(self, param: torch.Tensor) -> None:
+        self.mean.lerp_(param, 0.1)
+        self.count += 1
+
+
+class _Told:
+    """An object with a state."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
 class _Training:
     """A run on a GPU, two steps of which are done."""
 
-    def __init__(self, make: Callable[[Params], torch.optim.Optimizer], **extra: Any) -> None:
+    def __init__(self, make: Callable[[Params], torch.optim.Optimizer]) -> None:
         torch.manual_seed(0)
         self.model = _Norm().cuda()
         self.optimizer = make(self.model.parameters())
+        self.average = _Average(self.model.layer.weight)
+        self.other = torch.optim.AdamW([nn.Parameter(torch.ones(2, device="cuda"))], lr=0.1)
+        extra: dict[str, Any] = {"average": self.average, "other": self.other, "told": _Told()}
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
         self.run = RunState(self.model, self.optimizer, self.scheduler, extra=extra)
         self.position = Position()
@@ -82,19 +114,16 @@ class _Training:
         self.optimizer.zero_grad()
         self.model(self.inputs).square().sum().backward()
         self.optimizer.step()
+        self.other.param_groups[0]["params"][0].grad = torch.ones(2, device="cuda")
+        self.other.step()
+        self.average.update(self.model.layer.weight)
+        self.run.extra["told"].load_state_dict({"steps": self.position.step})
         self.scheduler.step()
         self.rest.note(None)
 
     def state(self) -> dict[str, Any]:
         """Everything that a checkpoint holds, in numbers."""
-        return _in_numbers(
-            {
-                "model": self.run.model_state(),
-                "optimizer": self.run.optimizer_state(),
-                "scheduler": self.run.scheduler_state(),
-                "generators": self.run.generators(torch.device("cuda", 0)).to_json(),
-            }
-        )
+        return _in_numbers(_read(self.run))
 
     def state_before(self, step: int) -> dict[str, Any]:
         """The same of before a pending step, read on a stream beside."""
@@ -104,15 +133,19 @@ class _Training:
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             then = self.rest.at(pending.points[-1], pending)
-            read = {
-                "model": then.model_state(),
-                "optimizer": then.optimizer_state(),
-                "scheduler": then.scheduler_state(),
-                "generators": then.generators(torch.device("cuda", 0)).to_json(),
-            }
-            numbers = _in_numbers(read)
+            numbers = _in_numbers(_read(then))
         then.require_unchanged()
         return numbers
+
+
+def _read(run: RunState) -> dict[str, Any]:
+    return {
+        "model": run.model_state(),
+        "optimizer": run.optimizer_state(),
+        "scheduler": run.scheduler_state(),
+        "generators": run.generators(torch.device("cuda", 0)).to_json(),
+        **{name: run.extra_state(name) for name in run.extra},
+    }
 
 
 def _in_numbers(parts: dict[str, Any]) -> dict[str, Any]:
@@ -171,8 +204,6 @@ def test_a_tensor_of_the_optimizers_that_is_another_one_is_refused() -> None:
 
 
 def test_what_changes_on_the_host_in_unknown_ways_keeps_no_step() -> None:
-    average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
-    assert _Training(OPTIMIZERS["SGD"], average=average).rest.pending is None
     mixed = _Training(lambda params: torch.optim.SGD([*params, nn.Parameter(torch.ones(1))], lr=0.1))
     with simulation.held_back(torch.cuda.current_stream()):
         mixed.step()

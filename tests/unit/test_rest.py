@@ -87,8 +87,9 @@ def test_large_constants_are_not_copied() -> None:
         rest.note(None)
         _step(run)
     rest.note(None)
-    assert "constant" not in rest._kept
-    assert {"uncounted", "replaced", "slow.weight", "norm.running_mean"} <= rest._kept.keys()
+    copied = {name for _, name in rest._watch.copies}
+    assert "constant" not in copied
+    assert {"uncounted", "replaced", "slow.weight", "norm.running_mean"} <= copied
 
 
 def test_points_without_a_step_between_them_teach_nothing() -> None:
@@ -110,7 +111,7 @@ def test_what_changes_for_the_first_time_in_a_step_is_named() -> None:
     rest = Rest(run, Position(), CPU)
     rest.note(None)
     run.model(torch.randn(4, 2))
-    with pytest.raises(CheckpointError, match=r"uncounted.* has changed for the first time in the middle of a step"):
+    with pytest.raises(CheckpointError, match=r"uncounted.* have changed for the first time in the middle of a step"):
         rest.at(rest.points[0])
 
 
@@ -141,6 +142,9 @@ def test_points_without_a_step_between_them_are_kept() -> None:
     position.epoch = 4
     rest.note(False)
     assert [point.moment.epoch for point in rest.points] == [4]
+    assert rest.dropped == 3
+    _step(run)
+    assert rest.dropped == 0
 
 
 def test_any_optimizer_counts_and_a_gate_holds_it() -> None:
@@ -192,3 +196,194 @@ def test_an_evaluation_is_known_by_the_mode_unless_the_model_is_trained_in_it() 
     run.model.eval()
     _step(run)
     assert not rest.evaluates
+
+
+@pytest.mark.parametrize("kind", ["in place", "replaced"])
+def test_uncounted_changes_that_begin_late_are_seen(kind: str) -> None:
+    run = _run(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)))
+    rest = Rest(run, Position(), CPU)
+    teacher: nn.Parameter = run.model[1].weight  # type: ignore[index]
+
+    def move() -> None:
+        if kind == "in place":
+            teacher.data.mul_(0.5)
+        else:
+            teacher.data = 0.5 * teacher.data
+
+    rest.note(None)
+    for step in range(8):
+        _step(run)
+        if step > 4:
+            move()
+        rest.note(None)
+    before = _values(run.model_state())
+    move()
+    assert _values(rest.at(rest.points[0]).model_state()) == before
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_weights_that_are_put_in_for_an_evaluation_are_not_saved(counted: bool) -> None:
+    run = _run(nn.Linear(2, 2))
+    rest = Rest(run, Position(), CPU)
+    weight: nn.Parameter = run.model.weight  # type: ignore[assignment]
+
+    def put_in(value: torch.Tensor) -> None:
+        with torch.no_grad():
+            (weight if counted else weight.data).copy_(value)
+
+    for epoch in range(3):
+        rest.note(False)
+        _step(run)
+        rest.note(None, only_after_a_step=True)
+        rest.note(None)
+        before, own = _values(run.model_state()), weight.detach().clone()
+        put_in(torch.ones(2, 2))
+        if epoch == 0 or not counted:
+            with pytest.raises(CheckpointError, match=r"model: weight has changed .* outside of steps"):
+                rest.at(rest.points[-1])
+        else:  # it was seen that they change after a pass
+            assert _values(rest.at(rest.points[-1]).model_state()) == before
+        put_in(own)
+
+
+def test_a_parameter_that_forwards_change_is_copied() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, max_norm=0.1), nn.Linear(2, 2))
+    run = _run(model)
+    rest = Rest(run, Position(), CPU)
+
+    def forward() -> torch.Tensor:
+        return model(torch.arange(4))  # type: ignore[no-any-return]
+
+    rest.note(None)
+    for _ in range(5):
+        forward().sum().backward()
+        assert run.optimizer is not None
+        run.optimizer.step()
+        rest.note(None)
+    before = _values(run.model_state())
+    forward()
+    assert _values(run.model_state()) != before
+    assert _values(rest.at(rest.points[0]).model_state()) == before
+
+
+def test_parameters_that_are_frozen_again_and_moved_are_copied() -> None:
+    run = _run(_Model())
+    rest = Rest(run, Position(), CPU)
+    weight: nn.Parameter = run.model.layer.weight  # type: ignore[assignment,union-attr]
+
+    def move() -> None:
+        if not weight.requires_grad:
+            with torch.no_grad():
+                weight.mul_(0.5)
+
+    rest.note(None)
+    for step in range(8):
+        if step == 5:
+            rest.note(False)  # an epoch begins
+        weight.requires_grad_(step < 5)
+        move()
+        _step(run)
+        rest.note(None)
+    before = _values(run.model_state())
+    move()
+    assert _values(rest.at(rest.points[0]).model_state()) == before
+
+
+@pytest.mark.parametrize("size", [4, 2**19])
+def test_modules_in_extra_are_as_they_were(size: int) -> None:
+    run = _run(nn.Linear(2, 2))
+    average, norm, values = nn.Module(), nn.BatchNorm1d(2), torch.zeros(size)
+    average.register_buffer("values", values)
+    average.norm = norm
+    rest = Rest(RunState(run.model, run.optimizer, extra={"average": average}), Position(), CPU)
+
+    def update() -> None:
+        values.add_(1)
+        norm(torch.randn(4, 2))
+
+    for epoch in range(3):
+        rest.note(False)
+        for _ in range(3):
+            _step(run)
+            rest.note(None, only_after_a_step=True)
+        rest.note(None)
+        before = _values(average.state_dict())
+        update()
+        if size > 4 and epoch == 0:
+            with pytest.raises(CheckpointError, match=r"extra 'average': values.* have changed"):
+                rest.at(rest.points[-1])
+        else:
+            assert _values(dict(rest.at(rest.points[-1]).extra_state("average"))) == before
+
+
+def test_what_is_added_in_the_middle_of_a_step_is_named() -> None:
+    run = _run(nn.Linear(2, 2))
+    rest = Rest(run, Position(), CPU)
+    rest.note(None)
+    run.model.register_buffer("late", torch.zeros(1))
+    with pytest.raises(CheckpointError, match="model: late has changed"):
+        rest.at(rest.points[0])
+
+
+def _turn(run: RunState, rest: Rest, *after: object) -> None:
+    """Take a turn of the loop: a step, what follows it, and the question for the next batch."""
+    _step(run)
+    for each in after:
+        each()  # type: ignore[operator]
+    rest.note(None, only_after_a_step=True)
+
+
+def test_what_steps_in_each_turn_must_have_stepped_before_an_evaluation() -> None:
+    run = _run(nn.Linear(2, 2))
+    average, counts = torch.optim.swa_utils.AveragedModel(run.model), _Counts()
+    rest = Rest(RunState(run.model, run.optimizer, run.scheduler, extra={"a": average, "c": counts}), Position(), CPU)
+    assert run.scheduler is not None
+    scheduler = run.scheduler.step  # type: ignore[attr-defined]
+    rest.note(False)
+    _step(run)
+    assert "its scheduler (StepLR) may step in each turn" in rest.missing_in_turn()
+    scheduler()
+    assert rest.missing_in_turn() == ""
+    rest.note(None)
+    _turn(run, rest, scheduler, lambda: average.update_parameters(run.model), counts.count)
+    _step(run)
+    assert "its scheduler (StepLR) has changed in other turns" in rest.missing_in_turn()
+    scheduler()
+    assert "extra 'c' (_Counts) has changed in other turns" in rest.missing_in_turn()
+    counts.count()
+    assert "extra 'a' has changed in other turns" in rest.missing_in_turn()
+    average.update_parameters(run.model)
+    assert rest.missing_in_turn() == ""
+    with torch.no_grad():
+        run.model.weight.zero_()  # type: ignore[operator]
+    assert rest.missing_in_turn() == "parameters (weight) are not what the optimizer's step has left"
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_scheduler_that_waits_for_evaluations(between: bool) -> None:
+    run = _run(nn.Linear(2, 2))
+    assert run.optimizer is not None
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(run.optimizer)
+    rest = Rest(RunState(run.model, run.optimizer, scheduler), Position(), CPU)
+    rest.note(False)
+    _turn(run, rest)
+    rest.note(None)
+    if between:
+        scheduler.step(1.0)
+    rest.note(False)
+    _step(run)
+    assert ("mostly steps after an evaluation" in rest.missing_in_turn()) == (not between)
+
+
+class _Counts:
+    def __init__(self) -> None:
+        self.counts = [0]
+
+    def count(self) -> None:
+        self.counts[0] += 1
+
+    def state_dict(self) -> dict[str, object]:
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state: dict[str, list[int]]) -> None:
+        self.counts = state["counts"]

@@ -153,9 +153,13 @@ class Checkpointer:
         self._boundary.watch(loader)
         #: The step at which the epoch under way began.
         self._began_at = 0
-        register = getattr(loader, "register_end_of_pass_hook", None)
-        if register is not None:
-            register(_through_weak(self, Checkpointer._note_end_of_pass))
+        for name, hook in (
+            ("register_end_of_pass_hook", Checkpointer._note_end_of_pass),
+            ("register_early_end_hook", Checkpointer._note_early_end),
+        ):
+            register = getattr(loader, name, None)
+            if register is not None:
+                register(_through_weak(self, hook))
         weakref.finalize(self, self._boundary.close).atexit = False
 
     @property
@@ -261,7 +265,10 @@ class Checkpointer:
         self._boundary.between_steps(epoch_done=False if self._position.in_body and not loader_knows else None)
 
     def _note_end_of_pass(self) -> None:
-        self._boundary.rest()
+        self._boundary.at_end_of_pass()
+
+    def _note_early_end(self) -> None:
+        self._boundary.left()
 
     # For the boundary, and for the thread that saves from the side.
 

@@ -51,6 +51,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from lockstep import _torch, knobs
+from lockstep.checkpoint.calls import Calls, calls_of
 from lockstep.checkpoint.encoding import digest_of
 from lockstep.checkpoint.pending import PendingStep
 from lockstep.checkpoint.rest import Rest, RunAtRest
@@ -62,10 +63,8 @@ from lockstep.checkpoint.together import together
 from lockstep.comm.peers import OverStore, Peers
 from lockstep.comm.world import World
 from lockstep.errors import CheckpointError, CollectiveTimeout, LockstepError
-from lockstep.job import flight
 from lockstep.job.files import EXIT_SAVED
-from lockstep.job.page import Cell, Pages
-from lockstep.job.stop import Action, KeyValueStore, Requests
+from lockstep.job.stop import Action, Requests
 from lockstep.job.wakeup import Wakeup
 from lockstep.text import as_size, which_ranks
 
@@ -134,8 +133,10 @@ class _Ready:
     #: Why it has not; empty: it has.
     why: str
     step: int
-    #: The points of rest that it has; 0: it is in an evaluation in the middle of a turn of the loop.
+    #: The points of rest that it has passed; 0: it is in an evaluation in the middle of a turn of the loop.
     points: int
+    #: The points among these that it can't go back to, the first ones.
+    dropped: int
     #: A digest of the random numbers that ranks have in common, at the last point of all.
     common: str
 
@@ -164,7 +165,7 @@ class SideSaver:
         self._leave_word = leave_word
         self._thread: threading.Thread | None = None
         self._wakeup: Wakeup | None = None
-        self._calls: _Calls | None = None
+        self._calls: Calls | None = None
         self._closed = False
         #: The number of the last attempt that this rank took part in; the reason why the last one came to nothing.
         self._attempts, self._said = 0, ""
@@ -196,7 +197,7 @@ class SideSaver:
         """Begin to attend to requests."""
         if self._thread is not None or threading.current_thread() is not threading.main_thread():
             return
-        self._calls = _calls(self._world)
+        self._calls = calls_of(self._world)
         self._attempts = self._calls.latest()[0]
         self._wakeup = Wakeup()
         self._closed = False
@@ -233,6 +234,17 @@ class SideSaver:
                 self._nap()
             if not is_noted:
                 self._rest.note(epoch_done, only_after_a_step=only_after_a_step)
+
+    def left(self) -> None:
+        """Note a point of rest where a loop is left early, if an optimizer has stepped since the last one.
+
+        Returns at once: where a generator is closed nothing can be raised, not even to leave the run.
+        """
+        if self._thread is None or threading.current_thread() is not threading.main_thread():
+            return
+        with self._free:
+            if self._rest.has_stepped:
+                self._rest.note(None)
 
     def pause(self) -> None:
         """Wait, if this rank was asked to save or to leave, until the ranks have decided: they need not wait for it.
@@ -360,6 +372,11 @@ class SideSaver:
                 self._say_refused(str(error), agreed.action)
                 return
             self._said = ""
+            if any(not each.points for each in agreed.everyone):
+                self._say(
+                    "it was saved in an evaluation in the middle of a pass, which a resumed run does not repeat: what "
+                    "the rest of it would have drawn from generators of random numbers is drawn by what follows"
+                )
             if agreed.action is Action.STOP:
                 self._leave(saved, step, number)
                 return
@@ -420,6 +437,14 @@ class SideSaver:
             others = [other for other in whys if other != rank]
             more = f" (and {which_ranks(others)} likewise)" if others else ""
             return f"rank {rank} {of_all} {whys[rank]}{more}"
+        common = _common_point(everyone)
+        ahead = next((rank for rank, each in enumerate(everyone) if each.dropped >= common), None)
+        if ahead is not None:
+            behind = next(rank for rank, each in enumerate(everyone) if max(each.points, 1) == common)
+            return (
+                f"rank {ahead} {of_all} has gone on since the last step, and what its model or extra= holds has "
+                f"changed since it was where rank {behind} is"
+            )
         steps = [each.step for each in everyone]
         if saver.trains_apart or len(set(steps)) == 1:
             return ""
@@ -435,11 +460,13 @@ class SideSaver:
         self._in_evaluation = self._pending = None
         while (why := self._why_not(saver, target)) and time.monotonic() < deadline and not self._closed:
             time.sleep(_NAP)
-        last, points, step = self._rest.last_generators, self._rest.points, saver.step
+        last, of, step = self._rest.last_generators, self._pending or self._rest, saver.step
         if self._pending is not None:
-            last, points, step = self._pending.points[-1].generators, [*self._pending.points], target
+            last, step = self._pending.points[-1].generators, target
         common = "" if last is None else _common_digest(last.to_json())
-        return _Ready(why, step, 0 if self._in_evaluation else len(points), common)
+        dropped = 0 if self._in_evaluation else of.dropped
+        points = 0 if self._in_evaluation else dropped + len(of.points)
+        return _Ready(why, step, points, dropped, common)
 
     def _why_not(self, saver: SavesAside, target: int) -> str:
         """Return why this rank can't be saved now; empty: it can."""
@@ -458,7 +485,13 @@ class SideSaver:
                 return ""
         if self._rest.is_stepping or saver.step < target:
             return f"is in the middle of step {target if saver.step < target else target + 1}"
-        if self._rest.points or self._note_evaluation(saver):
+        if self._rest.points:
+            return ""
+        if self._rest.evaluates or self._is_paused:
+            missing = self._rest.missing_in_turn()
+            if missing:
+                return f"has taken step {saver.step} and evaluates in the middle of its pass, where {missing}"
+        if self._note_evaluation(saver):
             return ""
         return (
             f"has taken step {saver.step}, and its loop is still at what follows the optimizer's step: it has not "
@@ -477,8 +510,8 @@ class SideSaver:
         """**Collective.** Save the latest point that all ranks have. Return the checkpoint and its step."""
         rest, rank = self._rest, self._world.rank
         step = max(each.step for each in everyone)
-        points = rest.points if self._pending is None else self._pending.points
-        point = self._in_evaluation or points[min(max(each.points, 1) for each in everyone) - 1]
+        points = (self._pending or rest).points
+        point = self._in_evaluation or points[_common_point(everyone) - everyone[rank].dropped - 1]
         begun = rest.begun
         peers = self._peers(number, "write", self._world.timeout)
         # Together: where a state is not known on one rank, the others must not wait for its part.
@@ -541,6 +574,11 @@ class SideSaver:
             print(f"lockstep: {who}{text}", file=sys.stderr, flush=True)
 
 
+def _common_point(everyone: Sequence[_Ready]) -> int:
+    """Return the number of the latest point of rest that all ranks have passed since their last step, from 1."""
+    return min(max(each.points, 1) for each in everyone)
+
+
 def _common_digest(states: dict[str, Any]) -> str:
     return digest_of(repr([states[name] for name in COMMON]).encode())
 
@@ -556,56 +594,3 @@ def _settle(everyone: Sequence[_Ready]) -> Settle:
         return [{**state, **common} for state in states]
 
     return settle
-
-
-class _Calls(Protocol):
-    """Where the ranks call each other to an attempt."""
-
-    def latest(self) -> tuple[int, Action]:
-        """Return the number of the latest attempt, 0 if there was none, and what it is to do."""
-
-    def call(self, number: int, action: Action) -> None:
-        """Call all ranks to an attempt."""
-
-
-class _OnPages:
-    """Calls on one host: a number in each rank's page."""
-
-    def __init__(self, pages: Pages, rank: int) -> None:
-        self._pages, self._rank = pages, rank
-
-    def latest(self) -> tuple[int, Action]:
-        number, action = divmod(max(self._pages.all(Cell.ASIDE)), len(Action))
-        return number, Action(action)
-
-    def call(self, number: int, action: Action) -> None:
-        self._pages.set(self._rank, Cell.ASIDE, number * len(Action) + action)
-
-
-class _InStore:
-    """Calls on several hosts, or under another launcher: keys of the process group's store."""
-
-    def __init__(self, store: KeyValueStore) -> None:
-        self._store = store
-        self._latest, self._action = 0, Action.STOP
-
-    def latest(self) -> tuple[int, Action]:
-        while self._store.check([self._key(self._latest + 1)]):
-            self._latest += 1
-            self._action = Action(int(self._store.get(self._key(self._latest))))
-        return self._latest, self._action
-
-    def call(self, number: int, action: Action) -> None:
-        self._store.compare_set(self._key(number), "", f"{action:d}")
-
-    @staticmethod
-    def _key(number: int) -> str:
-        return f"lockstep/side/{number}"
-
-
-def _calls(world: World) -> _Calls:
-    """Return calls in shared memory if one launcher of lockstep started all ranks, else in the group's store."""
-    pages = flight.current.pages
-    if pages is not None and knobs.store() is not None:
-        return _OnPages(pages, world.rank)
-    return _InStore(_torch.default_store())

@@ -56,8 +56,16 @@ class StepBoundary:
         #: True if an optimizer counts ``saver.step`` up; otherwise boundaries are counted here.
         self._counts_steps = counts_steps
         self._boundaries = 0
+        self._acts_after_steps = counts_steps and world.world_size == 1
         #: True if a loop tells when it is between two steps.
         self._watched = False
+        #: The loader that does so, the epoch of its pass and the steps taken before it, and at the last boundary.
+        self._loader: Callable[[], object | None] = lambda: None
+        self._pass: object = None
+        self._before_pass: int | None = None
+        self._steps = 0
+        #: The steps taken at the last boundary of all.
+        self._step_here = -1
 
     def watch(self, loader: object) -> None:
         """Register with ``loader`` to be called before its next batch, if it has such a hook."""
@@ -65,7 +73,8 @@ class StepBoundary:
         register = getattr(loader, "register_step_boundary_hook", None)
         if register is not None:
             self._watched = True
-            register(self.reached)
+            self._loader = weakref.ref(loader)
+            register(self._at_batch)
 
     def listen(self) -> None:
         """Take signals as requests from now on, if there is a loop that will handle them."""
@@ -86,6 +95,26 @@ class StepBoundary:
                 file=sys.stderr,
                 flush=True,
             )
+
+    def _at_batch(self) -> None:
+        """**Collective.** Note that the loop asks the loader for its next batch."""
+        saver = self._saver()
+        if saver is not None and not self._is_beside_training(saver):
+            self.reached()
+
+    def _is_beside_training(self, saver: Saver) -> bool:
+        """Return whether the loader's pass is another one than the last that was trained on, and has had no step.
+
+        Such a pass measures something, say the statistics of an average. A resumed run would train on its rest.
+        """
+        if not self._counts_steps or (trained_apart and saver.trains_apart):
+            return False
+        epoch, steps = getattr(self._loader(), "epoch", None), saver.step
+        if epoch != self._pass:
+            self._before_pass = None if self._pass is None else self._steps
+            self._pass = epoch
+        self._steps = steps
+        return steps == self._before_pass
 
     def between_steps(self, *, epoch_done: bool | None) -> None:
         """**Collective.** Note that the user's own loop is between two steps."""
@@ -118,6 +147,9 @@ class StepBoundary:
         if training is not None:
             count = training.rounds  # see Note [Rounds and agreements] in step/local_training.py
         asked = self._requests.stop is not None or self._requests.save
+        before, self._step_here = self._step_here, count
+        if self._acts_after_steps and count == before and epoch_done is not True and training is None:
+            return  # gradients may be accumulated, and would be lost; several ranks act after a step, by its count
         due = agreement.due(count, wanted=self._requests.wanted if asked else None)
         if last and due is None:
             due = self._due_at_last()
@@ -126,9 +158,19 @@ class StepBoundary:
         elif due is Action.STOP:
             self._save_and_leave(saver, epoch_done)
 
+    def at_end_of_pass(self) -> None:
+        """Note a point of rest where the loader's pass is over, unless it was one beside training."""
+        saver = self._saver()
+        if saver is not None and not self._is_beside_training(saver):
+            self.rest()
+
     def rest(self, epoch_done: bool | None = None) -> None:
         """Note a point of rest: see Note [Points of rest] in rest.py."""
         self._side.rest(epoch_done)
+
+    def left(self) -> None:
+        """Note that the loop was left early: a point of rest, if an optimizer has stepped since the last one."""
+        self._side.left()
 
     def in_evaluation(self) -> None:
         """Note a moment in an evaluation, which other ranks need not reach.

@@ -231,9 +231,13 @@ def _memory(value: Any) -> tuple[object, ...] | None:
     return value.device, value.data_ptr(), value.shape, value.stride()
 
 
-def describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the class and shapes that an optimizer must share with another one to take its state."""
-    shapes = [[list(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
+def describe_optimizer(optimizer: torch.optim.Optimizer, *, groups: int | None = None) -> dict[str, Any]:
+    """Return the class and shapes that an optimizer must share with another one to take its state.
+
+    Args:
+        groups: the number of its groups that count, from the first on; None: all.
+    """
+    shapes = [[list(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups[:groups]]
     return {"class": type(optimizer).__name__, "shapes": shapes}
 
 

@@ -11,14 +11,15 @@ They can be read on a stream beside. So the points of rest before the step are k
 that is not reached, the run can be saved as it was at these points; and if it is not reached either when all has been
 read, that is what was read.
 
-What changes on the host at once is kept besides: the numbers of steps that optimizers count there. Where it is not
-known what else has changed on the host, a step is not kept: with ``extra=`` objects, with the loss scale of
-``precision="fp16"``, and where parameters, or much of an optimizer's state, are on the host.
+What changes on the host at once is kept besides: what the point itself has noted, the numbers of steps that optimizers
+count there, and the tensors of the model and of extra modules that are on the host, if they are small. Where parameters
+or much of an optimizer's state are on the host, where something has changed since the point that was not copied, and
+where ranks train apart, no step is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 
 from lockstep import accelerator
 from lockstep.checkpoint.rest_point import RestPoint
+from lockstep.checkpoint.watched import Place
 from lockstep.errors import CheckpointError
 
 #: The most bytes of an optimizer's state on the host that are copied before each step.
@@ -36,12 +38,13 @@ _MOST = 2**20
 class PendingStep:
     """An optimizer's step that the device may not have begun. See Note [A host that is ahead of its device]."""
 
-    #: The points of rest before it, at least one.
+    #: The points of rest before it, at least one, and how many there were before them that do not hold any more.
     points: Sequence[RestPoint]
-    #: The copies of what forwards change, by name.
-    kept: dict[str, torch.Tensor]
-    #: What the optimizer keeps on the host.
-    on_host: HostValues
+    dropped: int
+    #: The copies of what changes without an optimizer, and what is on the host, by its place.
+    kept: dict[Place, torch.Tensor]
+    #: What each of the run's optimizers keeps on the host.
+    on_host: Sequence[HostValues]
     #: Reached when the device begins the step.
     begins: torch.Event
 
@@ -69,29 +72,33 @@ class PendingSteps:
     """The latest steps that the device of a rank may not have begun.
 
     Args:
-        optimizer: whose steps they are.
+        optimizers: the run's, at least one.
         device: the rank's, an accelerator.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        self._device, self._host = device, _HostSide(optimizer)
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
+        self._device, self._host = device, [*map(_HostSide, optimizers)]
         self._captures = accelerator.capture_test([device])
         self._steps: list[PendingStep] = []
 
-    def begin(self, points: Sequence[RestPoint], kept: dict[str, torch.Tensor]) -> None:
-        """Keep a step that the host is about to queue.
+    def begin(
+        self, points: Sequence[RestPoint], dropped: int, kept: Callable[[], dict[Place, torch.Tensor] | None]
+    ) -> None:
+        """Keep a step that the host is about to queue, if all is known of what was before it.
 
         Args:
             points: the points of rest before it; where there are none it is not kept.
-            kept: the copies of what forwards change, by name. Their values may be overwritten in the order of the
-                device's work.
+            dropped: how many there were before them.
+            kept: returns the copies of what changes without an optimizer. Those on the device may be overwritten in the
+                order of its work. None: not all is known.
         """
         self._steps = [each for each in self._steps if each.is_pending]
         if not points or (self._captures is not None and self._captures()):
             return
-        on_host = self._host.now()
-        if on_host is not None:
-            self._steps.append(PendingStep([*points], {**kept}, on_host, accelerator.mark(self._device)))
+        on_host = [found for each in self._host if (found := each.now()) is not None]
+        copies = kept() if len(on_host) == len(self._host) else None
+        if copies is not None:
+            self._steps.append(PendingStep([*points], dropped, copies, on_host, accelerator.mark(self._device)))
 
     def least(self, step: int) -> int:
         """Return the least number of steps with which this rank can be saved, which has counted ``step``."""

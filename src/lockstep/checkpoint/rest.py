@@ -6,20 +6,17 @@ Between two optimizer steps the parameters and the optimizers' states are as the
 checkpoint of the moment at which that step was over can still be made long after it, as long as no optimizer has taken
 the next one. What else has changed since then was noted at that moment, the *point of rest*:
 
-- the loader's position, the options of the optimizer's groups, the scheduler's state and the random numbers, which are
-  small: together they take some ten microseconds;
-- what the model's forwards change by themselves, such as the statistics of batch norm, whose values are copied. Which
-  tensors these are is learned. Batch norms are known: they change theirs in C++, where torch counts no change. Of all
-  others that no optimizer steps, torch's counter of changes tells when one has changed, and at the first three points
-  the beginning of its bits is compared as well, for writes that torch does not count (``buffer.data``). Of these three,
-  those that follow no step teach nothing and do not count: a run that resumes at the end of a pass has three at once.
+- the loader's position, the options of the optimizers' groups, the states of the scheduler and of extra objects
+  (Note [Small states] in ``noted.py``) and the random numbers, which are small: together they take some ten
+  microseconds;
+- what forwards and the program change in tensors without an optimizer, such as the statistics of batch norm, whose
+  values are copied (Note [Watched tensors] in ``watched.py``).
 
 Where the training loop asks for its next batch there is such a point if an optimizer has stepped since the last one
-(gradients that are being accumulated would be lost at any other), and there is one where the loader's pass is over, and
-where an epoch is. Points between which no optimizer has stepped are kept side by side, since the ranks may have come to
-different ones of them, and save that which all have come to.
-
-Extra objects (averages of weights, a GradScaler) are saved as they are: they change when an optimizer has stepped.
+(gradients that are being accumulated would be lost at any other), and so there is where the loop is left early; and
+there is one where the loader's pass is over, and where an epoch is. Points between which no optimizer has stepped are
+kept side by side, since the ranks may have come to different ones of them, and save that which all have come to. Where
+what was copied changes between two of them, those before are dropped, and a rank that is still there is waited for.
 
 On an accelerator the host may be past a step that the device has not begun, and the points before that step still hold:
 Note [A host that is ahead of its device] in ``pending.py``.
@@ -27,37 +24,40 @@ Note [A host that is ahead of its device] in ``pending.py``.
 From an optimizer's step until the next point of rest the rest of a turn of the user's loop is missing: the scheduler's
 step, an average of weights. Only an evaluation is known not to be part of a step, by the model's mode, and a run can be
 left in it with the batch in hand done. (A model that is in eval mode at an optimizer's step is trained so, and its mode
-says nothing.)
+says nothing.) What the loop does between such an evaluation and its next batch is lost. So a scheduler or an extra
+object that has changed in other turns of the loop must have changed in this one already; one that waits for what an
+evaluation finds, ReduceLROnPlateau, steps after it unless it was seen to step between two epochs only; and parameters
+must be what the step has left.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lockstep import _torch, accelerator, bits
-from lockstep.checkpoint.match import bare, plain_names
+from lockstep import _torch, accelerator
+from lockstep.checkpoint.noted import Objects, OptionGroup, copied, same, with_groups
 from lockstep.checkpoint.pending import PendingStep, PendingSteps
 from lockstep.checkpoint.rest_point import RestPoint
 from lockstep.checkpoint.rng import Generators
 from lockstep.checkpoint.state import Position, RunState, Stateful
+from lockstep.checkpoint.watched import MODEL, After, Place, Watch
 from lockstep.errors import CheckpointError
 from lockstep.step import loss_scale
 from lockstep.text import listed
 
-_copy = _torch.foreach_copy()
-
-#: The number of points at which the bits of tensors are compared, to find those that change without a count, and the
-#: bytes of each that are.
-_LEARNS, _BEGINNING = 3, 2**16
-#: Bytes of tensors that are copied at these points although they have not been seen to change.
-_SMALL = 64 * 2**20
+#: The scheduler, among the names of extra objects.
+_SCHEDULER = ""
+#: What is known by its tensors.
+_TENSORS = (nn.Module, torch.optim.Optimizer)
 
 
 class _Position(NamedTuple):
@@ -73,21 +73,26 @@ class RunAtRest(RunState):
     """A run's objects with the states that they had at a point of rest."""
 
     point: RestPoint | None = None
-    #: What forwards may have changed since, by its name in the model's state: the values of that moment.
-    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    objects: Objects | None = None
+    #: What may have changed since without an optimizer, by its place: the values of that moment.
+    kept: dict[Place, torch.Tensor] = field(default_factory=dict)
     #: The step that the host has taken since, and the device must not have begun; None: it has taken none.
     pending: PendingStep | None = None
 
     def model_state(self) -> dict[str, Any]:
         """See the base class."""
-        state = super().model_state()
-        renamed = self.kept.keys() - state.keys()
+        return self._with_kept(MODEL, super().model_state())
+
+    def _with_kept(self, owner: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a module's state with the values of that moment."""
+        kept = {name: value for (each, name), value in self.kept.items() if each == owner}
+        renamed = kept.keys() - state.keys()
         if renamed:
             raise CheckpointError(
-                f"model: {listed(sorted(renamed))} changes from step to step, and the state dict has it under another "
-                "name, so the value between two steps is not known in the middle of one"
+                f"{_words(owner)}: {listed(sorted(renamed))} changes from step to step, and the state dict has it "
+                "under another name, so the value between two steps is not known in the middle of one"
             )
-        return {**state, **self.kept}
+        return {**state, **kept}
 
     def loader_state(self) -> dict[str, Any] | None:
         """See the base class."""
@@ -99,13 +104,36 @@ class RunAtRest(RunState):
 
     def optimizer_state(self) -> dict[str, Any] | None:
         """See the base class."""
-        state = super().optimizer_state()
-        if state is None or self.point is None:
-            return state
-        groups = zip(state["param_groups"], self.point.groups, strict=True)
-        if self.pending is not None:
-            state = self.pending.on_host.put_into(state)
-        return {**state, "param_groups": [{**then, "params": now["params"]} for now, then in groups]}
+        return None if self.optimizer is None else self._state_of("optimizer", self.optimizer)
+
+    @property
+    def optimizer_groups(self) -> int | None:
+        """See the base class."""
+        return None if self.optimizer is None or self.point is None else len(self.point.groups[0])
+
+    def extra_state(self, name: str) -> Mapping[str, Any]:
+        """See the base class."""
+        thing = self.extra[name]
+        if isinstance(thing, torch.optim.Optimizer):
+            return self._state_of(f"extra {name!r}", thing)
+        if isinstance(thing, nn.Module):
+            return self._with_kept(name, super().extra_state(name))
+        if self.point is None or self.objects is None:
+            return super().extra_state(name)
+        state: Mapping[str, Any] = self.objects.state(name, self.point.extra[name])
+        return state
+
+    def loss_scale_state(self) -> dict[str, Any] | None:
+        """See the base class."""
+        state = super().loss_scale_state()
+        return state if state is None or self.point is None else self.point.loss_scale
+
+    def _state_of(self, name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        if self.point is None:
+            return optimizer.state_dict()
+        number = next(i for i, each in enumerate(self.optimizers()) if each is optimizer)
+        state = with_groups(name, optimizer, self.point.groups[number])
+        return state if self.pending is None else self.pending.on_host[number].put_into(state)
 
     def generators(self, device: torch.device) -> Generators:
         """See the base class."""
@@ -121,51 +149,6 @@ class RunAtRest(RunState):
             self.pending.require()
 
 
-@dataclass
-class _Watched:
-    """A tensor of the model's that no optimizer steps."""
-
-    #: The module's dict that holds it, and its key there: modules may put another tensor in its place.
-    holder: dict[str, torch.Tensor | None]
-    key: str
-    #: Its name in the model's state.
-    name: str
-    #: True if it is copied at every point, since torch does not count its changes.
-    always: bool
-    #: It, its version and a digest of its beginning at the last look; None: there was none.
-    tensor: torch.Tensor | None = None
-    version: int = -1
-    digest: str = ""
-
-    def look(self, *, compare: bool) -> bool:
-        """Return whether it was seen to change since the last look, and note what it is now.
-
-        Args:
-            compare: compare its bits as well.
-        """
-        before, version, digest = self.tensor, self.version, self.digest
-        now = self.tensor = self.holder.get(self.key)
-        self.version = -1 if now is None or now.is_inference() else now._version
-        self.digest = self._digest() if compare else ""
-        if now is not before or now is None:
-            return now is not None and before is not None
-        if self.version != version or self.version == -1:
-            return True
-        if digest and self.digest and digest != self.digest:
-            self.always = True
-        return self.always
-
-    def has_moved(self) -> bool:
-        """Return whether it is not what it was at the last look, as far as can be seen."""
-        now = self.holder.get(self.key)
-        if now is not self.tensor or now is None:
-            return now is not self.tensor
-        return now.is_inference() or now._version != self.version or bool(self.digest and self._digest() != self.digest)
-
-    def _digest(self) -> str:
-        return "" if self.tensor is None or self.always else bits.hexdigest(self.tensor, _BEGINNING)
-
-
 class Rest:
     """The points of rest of a run on this rank, as its main thread passes them. See Note [Points of rest].
 
@@ -177,15 +160,20 @@ class Rest:
 
     def __init__(self, run: RunState, position: Position, device: torch.device) -> None:
         self._run, self._position, self._device = run, position, device
-        #: Those since an optimizer's last step, in order.
+        #: Those since an optimizer's last step, in order, and how many there were before them of which what was copied
+        #: has changed since.
         self.points: list[RestPoint] = []
-        #: The steps that the device may not have begun; None: that is not known, or there is no device.
-        self.pending: PendingSteps | None = None
-        knows_all = not run.extra and loss_scale.scale_of(run.model) is None and run.local_training is None
-        if run.optimizer is not None and device.type != "cpu" and knows_all:
-            self.pending = PendingSteps(run.optimizer, device)
-        #: The random numbers at the last point of all.
-        self.last_generators: Generators | None = None
+        self.dropped = 0
+        #: The last point of all.
+        self._last: RestPoint | None = None
+        #: The scheduler and the extra objects that are no modules, by their names; those that have changed in turns of
+        #: the loop, and between them; and how many turns there were.
+        self._things: dict[str, Stateful] = {} if run.scheduler is None else {_SCHEDULER: run.scheduler}
+        self._things |= {name: thing for name, thing in run.extra.items() if not isinstance(thing, _TENSORS)}
+        self._has_objects = len(self._things) > (run.scheduler is not None)
+        self._in_turns: set[str] = set()
+        self._elsewhere: set[str] = set()
+        self._turns = 0
         #: Optimizers' steps that have begun.
         self.begun = 0
         self._is_stepping = False
@@ -193,10 +181,18 @@ class Rest:
         self._steps_in_eval = False
         #: Called where an optimizer is about to step, and calls :meth:`steps` when it may; None: it may at once.
         self.gate: Callable[[], None] | None = None
-        self._watched: list[_Watched] | None = None
-        self._kept: dict[str, torch.Tensor] = {}
-        #: The points that have taught something, and the steps that had begun at the last point.
-        self._notes, self._begun_then = 0, 0
+        self._watch = Watch(run)
+        self._optimizers = run.optimizers()
+        self._objects = Objects(
+            {name: thing for name, thing in self._things.items() if name != _SCHEDULER},
+            lambda: [*run.model.parameters(), *run.model.buffers()],
+        )
+        #: The steps that had begun at the last point; -1: there was none.
+        self._begun_then = -1
+        #: The steps that the device may not have begun; None: there is no device, or the ranks train apart.
+        self.pending: PendingSteps | None = None
+        if device.type != "cpu" and self._optimizers and run.local_training is None:
+            self.pending = PendingSteps(self._optimizers, device)
         weak = weakref.ref(self)
         for optimizer in run.optimizers():
             optimizer.register_step_pre_hook(partial(_before_step, weak))
@@ -212,10 +208,70 @@ class Rest:
         self._is_stepping = False  # a step that failed is over as well
         if only_after_a_step and self.points:
             return
-        if self._watched != [] and self._keep_what_changed():
+        has_stepped = self._begun_then != self.begun
+        teaches = has_stepped or not self.knows_steps
+        after = After.STEP if has_stepped and self._begun_then >= 0 else After.OTHER
+        if self._watch.note(after, alone=not self.points, teaches=teaches):
+            self.dropped += len(self.points)
             self.points.clear()
+        self._begun_then = self.begun
         self.points.append(point := self._point(epoch_done))
-        self.last_generators = point.generators
+        if self._last is not None:
+            self._turns += after is After.STEP
+            if self._things or self._watch.owners:
+                self._learn_turns(self._last, point, after)
+        self._last = point
+
+    @property
+    def last_generators(self) -> Generators | None:
+        """The random numbers at the last point of all."""
+        return None if self._last is None else self._last.generators
+
+    def _learn_turns(self, last: RestPoint, point: RestPoint, after: After) -> None:
+        """Note what has changed since the last point: in a turn of the loop, or between two."""
+        changes = self._in_turns if after is After.STEP else self._elsewhere
+        for name in self._things:
+            if name not in changes and not self._is_as_in(last, name, point):
+                changes.add(name)
+        if after is After.STEP:
+            changes |= self._watch.updated
+
+    def _is_as_in(self, then: RestPoint, name: str, point: RestPoint | None = None) -> bool:
+        """Return whether the scheduler, or an extra object that is no module, holds at a point, or now, what it held
+        then."""
+        if name == _SCHEDULER:
+            return same(then.scheduler, self._scheduler_state() if point is None else point.scheduler)
+        mark = then.extra[name].mark
+        return mark is None or mark == (self._objects.mark(name) if point is None else point.extra[name].mark)
+
+    def _scheduler_state(self) -> dict[str, Any] | None:
+        return None if self._run.scheduler is None else copied(self._run.scheduler.state_dict())
+
+    def missing_in_turn(self) -> str:
+        """Return what is still to come in the turn of the loop in the middle of which the model is evaluated, and would
+        be lost if the run was left there; empty: nothing, as far as is known. For another thread."""
+        moved = self._watch.moved_since_step()
+        if moved:
+            return f"parameters ({listed(moved)}) are not what the optimizer's step has left"
+        last = self._last
+        if last is None:
+            return ""
+        for name, thing in self._things.items():
+            waits = isinstance(thing, ReduceLROnPlateau) and name not in self._elsewhere
+            is_new = name == _SCHEDULER and not self._turns
+            if (waits or is_new or name in self._in_turns) and self._is_as_in(last, name):
+                how = "mostly steps after an evaluation" if waits else "has changed in other turns of the loop"
+                how = "may step in each turn of the loop" if is_new else how
+                return f"{_thing(name)} ({type(thing).__name__}) {how}, and has not since the optimizer's step"
+        late = sorted(self._in_turns & self._watch.owners - self._watch.updated_now())
+        if late:
+            return f"{_thing(late[0])} has changed in other turns of the loop, and has not since the optimizer's step"
+        return ""
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer has stepped since the last point."""
+        return not self.points and self._begun_then != self.begun
 
     @property
     def knows_steps(self) -> bool:
@@ -254,31 +310,34 @@ class Rest:
         Raises:
             CheckpointError: something has changed since that was not copied.
         """
-        run = self._run
-        copies = self._kept if pending is None else pending.kept
-        noted = pending is not None or any(point is one for one in self.points)
-        stepped = self._stepped()  # what was frozen once may be trained by now
-        watched = [each for each in self._watched or () if noted and id(each.holder.get(each.key)) not in stepped]
-        kept = {each.name: copies[each.name] for each in watched if each.name in copies}
-        others = [each for each in watched if each.name not in kept]
-        unknown = [each.name for each in others if each.name in self._kept or each.has_moved()]
-        if unknown:
-            raise CheckpointError(
-                f"model: {listed(unknown)} has changed for the first time in the middle of a step, so the value that "
-                "it had between the last two is not known"
-            )
+        run, watch = self._run, self._watch
+        kept: dict[Place, torch.Tensor] = {} if pending is None else pending.kept
+        if pending is None and any(point is one for one in self.points):
+            with accelerator.beside(self._device, after=point.queued):
+                unknown = watch.unknown()
+            if unknown:
+                owner = unknown[0][0]
+                names = [name for each, name in unknown if each == owner]
+                have, they = ("has", "it") if len(names) == 1 else ("have", "they")
+                raise CheckpointError(
+                    f"{_words(owner)}: {listed(names)} {have} changed for the first time in the middle of a step or "
+                    f"outside of steps, so what {they} held between the last two is not known"
+                )
+            kept = watch.known()
         objects = (run.model, run.optimizer, run.scheduler, run.loader, run.extra)
-        return RunAtRest(*objects, point=point, kept=kept, pending=pending)
+        return RunAtRest(*objects, point=point, objects=self._objects, kept=kept, pending=pending)
 
     def _point(self, epoch_done: bool | None) -> RestPoint:
         run, device = self._run, self._device
-        loader, scheduler, optimizer = run.loader, run.scheduler, run.optimizer
+        loader, scale = run.loader, loss_scale.in_force()
         return RestPoint(
             self._position.now(),
             epoch_done,
             None if loader is None else getattr(loader, "position_now", partial(_position_of, loader))(),
-            None if scheduler is None else dict(scheduler.state_dict()),
-            [] if optimizer is None else [*map(dict, optimizer.param_groups)],
+            None if run.scheduler is None else self._scheduler_state(),
+            [*map(OptionGroup.all_of, self._optimizers)],
+            self._objects.note() if self._has_objects else {},
+            None if scale is None else scale.state_dict(),
             Generators.now(device),
             None if device.type == "cpu" else accelerator.mark(device),
         )
@@ -287,58 +346,13 @@ class Rest:
         """Note that an optimizer's step begins; for the gate."""
         self._is_stepping = True
 
-    def _keep_what_changed(self) -> bool:
-        """Copy the tensors that forwards have changed. Return whether the copies of the last point are others now."""
-        if self._watched is None:
-            self._watched = self._list_watched()
-        learns = self._notes < _LEARNS
-        if self._notes == 0 or self._begun_then != self.begun or not self.knows_steps:
-            self._notes += 1
-        self._begun_then = self.begun
-        changed = {id(each) for each in self._watched if each.look(compare=learns)}
-        small = learns and sum(each.tensor.nbytes for each in self._watched if each.tensor is not None) <= _SMALL
-        into, of, others = [], [], False
-        for each in self._watched:
-            now, held = each.tensor, self._kept.get(each.name)
-            if now is None:
-                others |= self._kept.pop(each.name, None) is not None
-            elif each.always or small or held is not None or id(each) in changed:
-                if held is None or held.shape != now.shape or held.dtype != now.dtype or held.device != now.device:
-                    self._kept[each.name], others = now.detach().clone(), True
-                elif (each.always or id(each) in changed) and held.is_cpu and self.pending is not None:
-                    # A pending step has the old copy, which must not change before the device's do.
-                    self._kept[each.name] = fresh = now.detach().clone()
-                    others |= bool(self.points) and not bits.same(fresh, held)
-                elif each.always or id(each) in changed:
-                    into.append(held)
-                    of.append(now)
-        # Where an optimizer has stepped there is no point left that has the old copies.
-        if into and self.points and all(each.is_cpu for each in of):
-            others |= not all(map(bits.same, of, into))
-        if into:
-            with torch.no_grad():
-                _copy(into, of)
-        return others
 
-    def _stepped(self) -> set[int]:
-        """Return the ids of the parameters that optimizers step."""
-        groups = [group for each in self._run.optimizers() for group in each.param_groups]
-        return {id(param) for group in groups for param in group["params"] if param.requires_grad}
+def _thing(name: str) -> str:
+    return "its scheduler" if name == _SCHEDULER else f"extra {name!r}"
 
-    def _list_watched(self) -> list[_Watched]:
-        model = bare(self._run.model)
-        plain = plain_names(model)
-        stepped = self._stepped()
-        norms = _torch.batch_norm()
-        found = []
-        for path, module in model.named_modules(remove_duplicate=False):
-            always = isinstance(module, norms)
-            held = [(module._buffers, key) for key in module._buffers if key not in module._non_persistent_buffers_set]
-            held += [(module._parameters, key) for key, one in module._parameters.items() if id(one) not in stepped]
-            for holder, key in held:
-                name = plain(f"{path}.{key}" if path else key)
-                found.append(_Watched(holder, key, name, always and holder is module._buffers))
-        return found
+
+def _words(owner: str) -> str:
+    return f"extra {owner!r}" if owner else "model"
 
 
 def _position_of(loader: Stateful) -> _Position:
@@ -358,7 +372,8 @@ def _before_step(weak: weakref.ref[Rest], optimizer: torch.optim.Optimizer, *_: 
         rest._is_stepping = False
         gate()
     if rest.pending is not None:
-        rest.pending.begin(rest.points, rest._kept)
+        rest.pending.begin(rest.points, rest.dropped, rest._watch.kept_alone)
+    rest._watch.before_step()
     rest.begun += 1
 
 
@@ -368,3 +383,5 @@ def _after_step(weak: weakref.ref[Rest], optimizer: torch.optim.Optimizer, *_: o
     if rest is not None and not (_torch.nesting[type(optimizer)] and _torch.is_inner_step(optimizer)):
         rest._is_stepping, rest._steps_in_eval = False, not rest._run.model.training
         rest.points.clear()
+        rest.dropped = 0
+        rest._watch.after_step()

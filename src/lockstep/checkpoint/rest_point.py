@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from lockstep.checkpoint.noted import Noted, OptionGroup
 from lockstep.checkpoint.rng import Generators
 from lockstep.checkpoint.state import Moment, Tally
 
@@ -29,8 +30,12 @@ class RestPoint(NamedTuple):
     #: None: there is no loader.
     loader: LoaderPosition | None
     scheduler: dict[str, Any] | None
-    #: Each of the optimizer's groups, with its options.
-    groups: list[dict[str, Any]]
+    #: The groups of each of the run's optimizers.
+    groups: list[list[OptionGroup]]
+    #: What the extra objects held that are neither modules nor optimizers, by their names.
+    extra: dict[str, Noted]
+    #: The state of the loss scale; None: no losses are scaled.
+    loss_scale: dict[str, Any] | None
     generators: Generators
     #: Reached when the device is done with all that was queued before; None: there is no device.
     queued: torch.Event | None

@@ -115,6 +115,20 @@ class RunState:
         """Return the optimizer's state; None: there is no optimizer."""
         return None if self.optimizer is None else self.optimizer.state_dict()
 
+    @property
+    def optimizer_groups(self) -> int | None:
+        """The number of the optimizer's groups that are saved, from the first on; None: all."""
+        return None
+
+    def extra_state(self, name: str) -> Mapping[str, Any]:
+        """Return the state of an extra object; a module's under the names of the bare module."""
+        return _state_of(self.extra[name])
+
+    def loss_scale_state(self) -> dict[str, Any] | None:
+        """Return the state of the model's loss scale; None: its losses are not scaled."""
+        scale = loss_scale.scale_of(self.model)
+        return None if scale is None else scale.state_dict()
+
     def generators(self, device: torch.device) -> Generators:
         """Return the states of this rank's random number generators."""
         return Generators.now(device)
@@ -148,7 +162,8 @@ class RunState:
     def _optimizer_tree(self) -> dict[str, Any]:
         if self.optimizer is None:
             return {}
-        return {"optimizer": {**describe_optimizer(self.optimizer), "state": self.optimizer_state()}}
+        shapes = describe_optimizer(self.optimizer, groups=self.optimizer_groups)
+        return {"optimizer": {**shapes, "state": self.optimizer_state()}}
 
     def trees(self) -> dict[str, Any]:
         """Return everything but the model and the loader, by the name of its part."""
@@ -156,13 +171,13 @@ class RunState:
         if self.scheduler is not None:
             parts["scheduler"] = {"class": type(self.scheduler).__name__, "state": self.scheduler_state()}
         if self.extra:
-            parts["extra"] = {name: _state_of(thing) for name, thing in self.extra.items()}
+            parts["extra"] = {name: self.extra_state(name) for name in self.extra}
         orders = gradient_order.orders_in(bare(self.model))
         if orders:
             parts["gradients"] = {"orders": orders}
-        scale = loss_scale.scale_of(self.model)
+        scale = self.loss_scale_state()
         if scale is not None:
-            parts["precision"] = {"loss_scale": scale.state_dict()}
+            parts["precision"] = {"loss_scale": scale}
         return parts
 
     def judges(self) -> Callable[[str], bool]:

@@ -256,6 +256,10 @@ class ShardedLoader:
         self._boundary_hooks: dict[int, Callable[[], object]] = OrderedDict()
         #: Hooks to call after an epoch's last batch; see register_end_of_pass_hook.
         self._end_hooks: dict[int, Callable[[], object]] = OrderedDict()
+        #: Hooks to call where a loop is left early; see register_early_end_hook.
+        self._early_end_hooks: dict[int, Callable[[], object]] = OrderedDict()
+        #: True while these are called.
+        self._is_left = False
         self._keys = Keys()
         #: The pass over the epoch under way, and True if its batches must be requested anew.
         self._now: Pass | None = None
@@ -472,8 +476,21 @@ class ShardedLoader:
         self._end_hooks[handle.id] = hook
         return handle
 
+    def register_early_end_hook(self, hook: Callable[[], object]) -> RemovableHandle:
+        """Register ``hook`` to be called where a loop is left early, before the loader moves to the next epoch.
+
+        The loader's state is then that of a finished epoch: a pass that continues from it has no more batches. What the
+        hook raises is only printed, as Python does with errors in a generator that is closed.
+
+        Returns:
+            a handle whose ``remove()`` removes the hook.
+        """
+        handle = RemovableHandle(self._early_end_hooks)
+        self._early_end_hooks[handle.id] = hook
+        return handle
+
     def _state(self) -> LoaderState:
-        over = self._cursor.in_epoch and (self._is_over or self._last_pass.is_over)
+        over = self._cursor.in_epoch and (self._is_over or self._is_left or self._last_pass.is_over)
         drawn = self._drawn if self._now is None else self._now.drawn
         return self._state_at(self._cursor, drawn, self.slices, is_over=over)
 
@@ -501,7 +518,7 @@ class ShardedLoader:
         if self._source.order not in ("sequential", "shuffled"):  # others have a state of their own
             return PositionNow(cursor, self._state().to_json)
         slices = None if self._slicing is None else self._slicing.slices
-        over = cursor.in_epoch and (self._is_over or self._last_pass.is_over)
+        over = cursor.in_epoch and (self._is_over or self._is_left or self._last_pass.is_over)
         return PositionNow(cursor, lambda: self._state_at(cursor, None, slices, is_over=over).to_json())
 
     def _settings(self, *, batch: int) -> dict[str, Any]:
@@ -681,6 +698,7 @@ class ShardedLoader:
                 hook()
             self._end_pass(mine)
         except GeneratorExit:  # the loop was left early
+            self._leave_early(mine)
             self._end_pass(mine)
             raise
         finally:
@@ -741,6 +759,16 @@ class ShardedLoader:
             order=None if source.order == "sequential" or order is None else order[:],
             unfinished=why,
         )
+
+    def _leave_early(self, mine: object) -> None:
+        if self._pass is not mine:
+            return
+        self._is_left = True
+        try:
+            for hook in self._early_end_hooks.values():
+                hook()
+        finally:
+            self._is_left = False
 
     def _end_pass(self, mine: object) -> None:
         if self._pass is mine:

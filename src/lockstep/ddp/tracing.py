@@ -119,7 +119,9 @@ class _Seen:
         parts = _cut(reducer, replica.bucket_caps)
         self._about["buckets"] = [sum(reducer.params[i].nbytes for i in part) for part in parts]
         for bucket, part in enumerate(parts):
-            self._handles += [self._listen(reducer.params[i], bucket) for i in part]
+            # (One that is frozen by now has no gradient to wait for.)
+            trained = [reducer.params[i] for i in part if reducer.params[i].requires_grad]
+            self._handles += [self._listen(param, bucket) for param in trained]
 
     def begins(self, forward: Forward) -> None:
         """Record that a backward of the replica has begun."""

@@ -375,6 +375,22 @@ def test_a_scheduler_that_waits_for_evaluations(between: bool) -> None:
     assert ("mostly steps after an evaluation" in rest.missing_in_turn()) == (not between)
 
 
+def test_tensors_without_a_shape_are_watched_once_they_have_one() -> None:
+    run = _run(nn.Linear(2, 2))
+    model = nn.Sequential(run.model, nn.LazyBatchNorm1d())
+    rest = Rest(RunState(model, run.optimizer), Position(), CPU)
+    rest.note(False)
+    model(torch.randn(4, 2)).sum().backward()
+    with pytest.raises(CheckpointError, match=r"model: .*1\.weight.* have changed for the first time"):
+        rest.at(rest.points[0])
+    for _ in range(2):
+        _step(run)
+        rest.note(None)
+    before = _values(model.state_dict())
+    model(torch.randn(4, 2))
+    assert _values(rest.at(rest.points[0]).model_state()) == before
+
+
 class _Counts:
     def __init__(self) -> None:
         self.counts = [0]

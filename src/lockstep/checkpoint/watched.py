@@ -121,7 +121,7 @@ class _Tensor:
         Args:
             again: it is another one than before.
         """
-        address = 0 if now.layout is not torch.strided or nn.parameter.is_lazy(now) else now.data_ptr()
+        address = 0 if now.layout is not torch.strided else now.data_ptr()
         if again or address != self.address:
             self.address, self.views = address, _views(now) if address else ()
         self.bytes = b"".join(map(_raw, self.views))
@@ -392,21 +392,18 @@ class Watch:
         if stepped == self._listed:
             return False
         before = {each.place: each for each in (*self._norms, *self._eager, *self._with_steps)}
-        is_first, self._listed = self._listed is None, stepped
+        self._listed = None if _has_lazy(self._run) else stepped
         self._norms, self._eager = [], []
         params: list[_Tensor] = []
         averages: list[_Tensor] = []
         for owner, module in _modules(self._run):
             listed = [before.get(each.place, each) for each in _tensors(owner, module)]
             held = [(each, each.holder.get(each.key)) for each in listed]
-            few = (
-                len(held) <= _FEW
-                and sum(t.nbytes for _, t in held if t is not None and not _is_lazy(t)) <= _SMALL_EXTRA
-            )
+            few = len(held) <= _FEW and sum(t.nbytes for _, t in held if t is not None) <= _SMALL_EXTRA
             for each, tensor in held:
                 if each.of_norm and owner == MODEL:
                     self._norms.append(each)
-                elif tensor is None or tensor.is_inference() or _is_lazy(tensor):
+                elif tensor is None or tensor.is_inference():
                     self._eager.append(each)
                 elif id(tensor) in stepped:
                     params.append(each)
@@ -423,7 +420,9 @@ class Watch:
         self._moving = {kind: [each for each in self._with_steps if kind in each.after] for kind in After}
         self._peeked = [*_some(params), *_some(averages)]
         self._samples = _Samples(self._peeked)
-        return not is_first
+        return bool(before) and before.keys() != {
+            each.place for each in (*self._norms, *self._eager, *self._with_steps)
+        }
 
     def _stepped(self) -> frozenset[int]:
         """Return the ids of the parameters that optimizers step."""
@@ -493,9 +492,22 @@ def _tensors(owner: str, module: nn.Module) -> Iterator[_Tensor]:
         held: list[tuple[dict[str, torch.Tensor | None], str]] = [(part._buffers, key) for key in buffers]
         held += [(part._parameters, key) for key in part._parameters]
         for holder, key in held:
+            tensor = holder[key]
+            if tensor is not None and nn.parameter.is_lazy(tensor):
+                continue  # it is there once a forward has given it a shape
             name = plain(f"{path}.{key}" if path else key)
             is_of_norm = of_norm and holder is part._buffers
             yield _Tensor(holder, key, (owner, name), is_of_norm, always=False, after=after if is_of_norm else set())
+
+
+def _has_lazy(run: RunState) -> bool:
+    """Return whether some tensors have no shape yet."""
+    return any(
+        each is not None and nn.parameter.is_lazy(each)
+        for _, module in _modules(run)
+        for part in module.modules()
+        for each in (*part._parameters.values(), *part._buffers.values())
+    )
 
 
 def _places(run: RunState) -> list[Place]:
@@ -505,10 +517,6 @@ def _places(run: RunState) -> list[Place]:
 def _some(tensors: list[_Tensor]) -> list[_Tensor]:
     """Choose a few tensors, evenly."""
     return tensors[:: max(1, len(tensors) // _PEEKED)]
-
-
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    return nn.parameter.is_lazy(tensor)
 
 
 def _views(tensor: torch.Tensor) -> tuple[Any, ...]:

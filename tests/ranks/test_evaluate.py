@@ -167,6 +167,11 @@ def _held(folder: Path, where: str) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
+def _wait_until_held(folder: Path, step: int) -> None:
+    holds = folder / "holds"
+    wait_for(lambda: holds.exists() and holds.read_text() == str(step), f"the evaluation of step {step}")
+
+
 def _let_go(folder: Path) -> None:
     (folder / "how").write_text("")
     (folder / "go").touch()
@@ -227,8 +232,7 @@ def test_a_result_that_comes_after_its_run_was_resumed_is_void(folder: Path) -> 
     old = _scores(folder, 15)
     _held(folder, "after")
     with _begin(folder, "--follow", "--patience", "1") as evaluator:
-        wait_for((folder / "holds").exists, "the evaluation of step 15")
-        assert (folder / "holds").read_text() == "15"
+        _wait_until_held(folder, 15)
         done = run(["lockstep", "checkpoint", "rewind", "runs/x", "--to", "5"], folder, torch=True)
         assert done.code == 0, "nobody holds a checkpoint"
         with start(_training(lr=0.4, how="paced"), folder, torch=True) as training:
@@ -246,7 +250,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_said_in_a_line(folder: Path) 
     _train(folder)
     _held(folder, "before")
     with _begin(folder, "--json") as evaluator:
-        wait_for((folder / "holds").exists, "the evaluation of step 15")
+        _wait_until_held(folder, 15)
         root = run_folder(folder / "runs/x")
         assert root.remove("step-00000015")
         assert root.remove("step-00000010")
@@ -291,7 +295,7 @@ def test_a_failure_is_one_also_where_the_checkpoint_has_gone(folder: Path) -> No
     _train(folder, epochs=2)
     _held(folder, "late")
     with _begin(folder, "--json") as evaluator:
-        wait_for((folder / "holds").exists, "the evaluation of step 10")
+        _wait_until_held(folder, 10)
         assert run_folder(folder / "runs/x").remove("step-00000010")
         _let_go(folder)
         done = evaluator.finish()
@@ -308,7 +312,7 @@ def test_two_evaluators_do_not_do_the_same_work(folder: Path) -> None:
     _train(folder, epochs=2)
     _held(folder, "before")
     with _begin(folder) as evaluator:
-        wait_for((folder / "holds").exists, "the evaluation of step 10")
+        _wait_until_held(folder, 10)
         done = _evaluate(folder)
         assert (done.code, _started(folder)) == (2, {10: 1})
         assert "another lockstep evaluate is at work on" in done.err
@@ -328,8 +332,7 @@ def _held_at(folder: Path, step: int) -> Running:
     """A command with an interpreter of its own that holds the evaluation of a step."""
     _held(folder, "before")
     evaluator = _begin(folder, "--follow", "--patience", "60", cold=True)
-    wait_for((folder / "holds").exists, f"the evaluation of step {step}")
-    assert (folder / "holds").read_text() == str(step)
+    _wait_until_held(folder, step)
     return evaluator
 
 

@@ -86,11 +86,17 @@ def _final(folder: Path) -> Any:
     return json.loads((folder / "final").read_text())
 
 
-def _resumes_with_the_bits(folder: Path, script: str, place: str, *, ranks: int = 1, side: bool = True) -> Finished:
+#: The pause of a run that comes to a step before anybody saves from the side.
+_LONG = "60"
+
+
+def _resumes_with_the_bits(
+    folder: Path, script: str, place: str, *, ranks: int = 1, side: bool = True, times: str = "0.5"
+) -> Finished:
     """Train once undisturbed, and once with a signal at ``place``; compare, and return what was stopped."""
     calm = _train(folder / "calm", script, ranks=ranks)
     assert calm.code == 0, calm
-    stopped = _train(folder / "struck", script, place, struck=signal.SIGTERM, ranks=ranks)
+    stopped = _train(folder / "struck", script, place, struck=signal.SIGTERM, ranks=ranks, times=times)
     assert stopped.code == EXIT_SAVED, stopped
     assert ("was saved from the side" in stopped.err) == side, stopped
     resumed = _train(folder / "struck", script, place, struck=signal.SIGTERM, ranks=ranks)
@@ -352,7 +358,8 @@ finish(net, loader.epoch, [each.tolist() for each in average.state_dict().values
 
 @pytest.mark.parametrize("place", ["a second pass", "shortly"])
 def test_a_pass_beside_training_is_not_continued_as_training(tmp_path: Path, place: str) -> None:
-    _resumes_with_the_bits(tmp_path, _MEASURED, place, side=place != "shortly")
+    side = place != "shortly"
+    _resumes_with_the_bits(tmp_path, _MEASURED, place, side=side, times="0.5" if side else _LONG)
 
 
 #: Gradients of two batches for a step.
@@ -372,4 +379,4 @@ finish(model)
 
 
 def test_one_rank_is_not_left_while_it_accumulates(tmp_path: Path) -> None:
-    _resumes_with_the_bits(tmp_path, _ACCUMULATED, "shortly", side=False)
+    _resumes_with_the_bits(tmp_path, _ACCUMULATED, "shortly", side=False, times=_LONG)

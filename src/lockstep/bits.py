@@ -52,7 +52,11 @@ def hexdigest(values: Tensor, most: int | None = None) -> str:
         return hexdigest(values.indices(), most) + hexdigest(values.values(), most)
     flat = values.detach().resolve_conj().resolve_neg().reshape(-1)
     start = flat if most is None else flat[: max(1, most // values.element_size())]
-    return xxhash.xxh3_64_hexdigest(start.contiguous().cpu().view(torch.uint8).numpy().data if len(start) else b"")
+    if not len(start):
+        return xxhash.xxh3_64_hexdigest(b"")
+    start = start.contiguous().cpu()
+    # (No tensor can be resized of which NumPy has had the memory, and observers of quantization resize theirs.)
+    return xxhash.xxh3_64_hexdigest(_chars(start.nbytes).from_address(start.data_ptr()))
 
 
 def on_cpu(found: Iterable[tuple[Tensor, int, int]], salt: int) -> int:

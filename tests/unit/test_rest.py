@@ -391,6 +391,16 @@ def test_tensors_without_a_shape_are_watched_once_they_have_one() -> None:
     assert _values(rest.at(rest.points[0]).model_state()) == before
 
 
+def test_buffers_can_be_resized_after_a_point() -> None:
+    run = _run(_Model())
+    rest = Rest(run, Position(), CPU)
+    rest.note(None)
+    run.model.constant.resize_(8)  # type: ignore[operator]
+    _step(run)
+    rest.note(None)
+    assert rest.at(rest.points[0]).model_state()["constant"].shape == (8,)
+
+
 class _Counts:
     def __init__(self) -> None:
         self.counts = [0]

@@ -183,4 +183,32 @@ GPU_FAULTS = [
         "",
         ("tests/ranks/test_gpu_hangs.py", "-k", "watchdog"),
     ),
+    Fault(
+        "a host that is ahead has its optimizer's counts saved",
+        "checkpoint/rest.py",
+        "        return state if self.pending is None else self.pending.on_host[number].put_into(state)",
+        "        return state",
+        ("tests/unit/test_pending.py", "-k", "has_not_begun"),
+    ),
+    Fault(
+        "a step is pending until it is over",
+        "checkpoint/pending.py",
+        "        return not self.begins.query()",
+        "        return True",
+        ("tests/unit/test_pending.py", "-k", "went_on"),
+    ),
+    Fault(
+        "what the host holds is saved as it is now",
+        "checkpoint/watched.py",
+        "        return {**known, **{place: value.clone() for place, value in found.items()}}",
+        "        return known",
+        ("tests/unit/test_pending.py", "-k", "has_not_begun"),
+    ),
+    Fault(
+        "a module asks CUDA's runtime for a GPU before the ranks are forked",
+        "launch/preload.py",
+        "    with asking_softly(), _noting_reads():",
+        "    with _noting_reads():",
+        (_PLACES, "-k", "as_it_is_imported"),
+    ),
 ]

@@ -19,6 +19,8 @@ where ranks train apart, no step is kept.
 
 from __future__ import annotations
 
+import ctypes
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,14 @@ from lockstep.checkpoint.rest_point import RestPoint
 from lockstep.checkpoint.watched import Place
 from lockstep.errors import CheckpointError
 
+#: How a number of each kind lies in memory.
+_C_TYPES: dict[torch.dtype, Any] = {
+    torch.float32: ctypes.c_float,
+    torch.float64: ctypes.c_double,
+    torch.int32: ctypes.c_int32,
+    torch.int64: ctypes.c_int64,
+}
+_value = operator.attrgetter("value")
 #: The most bytes of an optimizer's state on the host that are copied before each step.
 _MOST = 2**20
 
@@ -118,8 +128,10 @@ class HostValues:
     #: Where each tensor and number was: the state of a parameter, the key, and for a tensor itself.
     tensors: Sequence[tuple[dict[str, Any], str, torch.Tensor]]
     numbers: Sequence[tuple[dict[str, Any], str]]
-    #: The values of the tensors without dimensions, in order, then the others; and the numbers.
-    scalars: torch.Tensor | None
+    #: The tensors without dimensions, in order, where they are in memory, and their values; the other tensors' values;
+    #: and the numbers.
+    cells: Sequence[Any]
+    scalars: Sequence[Any]
     others: Sequence[torch.Tensor]
     values: Sequence[Any]
 
@@ -130,12 +142,14 @@ class HostValues:
             CheckpointError: it keeps something else on the host than it did then.
         """
         then: dict[tuple[int, str], Any] = {}
-        scalars = iter(() if self.scalars is None else self.scalars.unbind())
-        others = iter(self.others)
+        cells, scalars, others = iter(self.cells), iter(self.scalars), iter(self.others)
         for entries, key, tensor in self.tensors:
             if entries.get(key) is not tensor:
                 raise CheckpointError(f"optimizer: it has put another tensor in the place of {key!r} in its last step")
-            then[id(entries), key] = next(scalars) if tensor.dim() == 0 else next(others)
+            is_scalar = tensor.dim() == 0
+            if is_scalar and ctypes.addressof(next(cells)) != tensor.data_ptr():
+                raise CheckpointError(f"optimizer: {key!r} has come to lie elsewhere in memory in its last step")
+            then[id(entries), key] = torch.tensor(next(scalars), dtype=tensor.dtype) if is_scalar else next(others)
         then |= {(id(entries), key): value for (entries, key), value in zip(self.numbers, self.values, strict=True)}
         if not then:
             return state
@@ -156,6 +170,10 @@ class _HostSide:
         self._is_known = False
         self._tensors: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._numbers: list[tuple[dict[str, Any], str]] = []
+        #: The tensors without dimensions, where they are in memory, and the others. An operation of torch's on each
+        #: would take as long as many an optimizer's step.
+        self._scalars: list[Any] = []
+        self._others: list[torch.Tensor] = []
 
     def now(self) -> HostValues | None:
         """Copy it; None: it is too much, or not all of it can be seen."""
@@ -165,14 +183,13 @@ class _HostSide:
             self._of = (id(state), len(state))
         if not self._is_known:
             return None
-        tensors = [tensor for _, _, tensor in self._tensors]
-        scalars = [tensor for tensor in tensors if tensor.dim() == 0]
         return HostValues(
             self,
             self._tensors,
             self._numbers,
-            torch.stack(scalars) if scalars else None,
-            [tensor.clone() for tensor in tensors if tensor.dim() > 0],
+            self._scalars,
+            [*map(_value, self._scalars)],
+            [tensor.clone() for tensor in self._others],
             [entries.get(key) for entries, key in self._numbers],
         )
 
@@ -196,5 +213,8 @@ class _HostSide:
                 elif value.device.type == "cpu":
                     self._tensors.append((entries, key, value))
         tensors = [tensor for _, _, tensor in self._tensors]
-        alike = len({tensor.dtype for tensor in tensors if tensor.dim() == 0}) <= 1
-        self._is_known &= alike and sum(tensor.nbytes for tensor in tensors) <= _MOST
+        scalars = [tensor for tensor in tensors if tensor.dim() == 0]
+        self._others = [tensor for tensor in tensors if tensor.dim() > 0]
+        fits = all(tensor.dtype in _C_TYPES for tensor in scalars)
+        self._is_known &= fits and sum(tensor.nbytes for tensor in tensors) <= _MOST
+        self._scalars = [_C_TYPES[tensor.dtype].from_address(tensor.data_ptr()) for tensor in scalars] if fits else []

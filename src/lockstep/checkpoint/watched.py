@@ -156,6 +156,8 @@ class Watch:
         self._norms: list[_Tensor] = []
         self._eager: list[_Tensor] = []
         self._with_steps: list[_Tensor] = []
+        #: Those of all that are in the host's memory.
+        self._on_host: list[_Tensor] = []
         #: Where these are, and what they were at the last look, with torch's counts of their changes.
         self._held: list[tuple[dict[str, Any], str]] = []
         self._tensors: list[torch.Tensor] = []
@@ -290,14 +292,14 @@ class Watch:
             return None
         if any(each.place not in known for each in self._moved()):
             return None
-        on_host = {place: copied for place, copied in known.items() if copied.is_cpu}
-        for each in (*listed, *self._with_steps):
+        found = {place: copied for place, copied in known.items() if copied.is_cpu}
+        for each in self._on_host:
             now = each.holder.get(each.key)
-            if now is not None and now.is_cpu and each.place not in known:
-                on_host[each.place] = now.detach()
-        if sum(value.nbytes for value in on_host.values()) > _SMALL_EXTRA:
+            if now is not None and each.place not in known:
+                found[each.place] = now.detach()
+        if sum(value.nbytes for value in found.values()) > _SMALL_EXTRA:
             return None
-        return {**known, **{place: value.clone() for place, value in on_host.items()}}
+        return {**known, **{place: value.clone() for place, value in found.items()}}
 
     def known(self) -> dict[Place, torch.Tensor]:
         """Return what was copied at the present points, by its place."""
@@ -418,6 +420,8 @@ class Watch:
         for each in self._with_steps:
             self.copies.pop(each.place, None)
         self._moving = {kind: [each for each in self._with_steps if kind in each.after] for kind in After}
+        everything = (*self._norms, *self._eager, *self._with_steps)
+        self._on_host = [each for each in everything if (now := each.holder.get(each.key)) is not None and now.is_cpu]
         self._peeked = [*_some(params), *_some(averages)]
         self._samples = _Samples(self._peeked)
         return bool(before) and before.keys() != {

@@ -53,7 +53,7 @@ ASIDE_FAULTS = [
     Fault(
         "each rank saves the latest point of its own",
         "checkpoint/aside.py",
-        "rest.points[_common_point(everyone) - everyone[rank].dropped - 1]",
+        "points[_common_point(everyone) - everyone[rank].dropped - 1]",
         "rest.points[-1]",
         (f"{_PLACES}::test_a_signal_in_any_place_saves_the_last_step_and_the_bits[evaluation-1 of 2]",),
     ),

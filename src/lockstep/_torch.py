@@ -78,7 +78,13 @@ class _Nesting(dict[type, bool]):
     def __missing__(self, of: type) -> bool:
         from torch.optim import Optimizer
 
-        steps = [base for base in of.__mro__ if base is not Optimizer and "step" in vars(base)]
+        steps = set()
+        for base in of.__mro__:
+            if base is not Optimizer and "step" in vars(base):
+                step = vars(base)["step"]
+                while getattr(step, "hooked", False):  # torch puts its wrapper into the class of the first optimizer
+                    step = step.__wrapped__
+                steps.add(step)
         found = self[of] = len(steps) > 1
         return found
 

@@ -134,6 +134,17 @@ def redirect(cls: Any, name: str, home: Path) -> None:
     cls.__init__ = init
 
 
+def make_folders(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, each for its owner alone (0700).
+
+    Raises:
+        FileExistsError: one of them is a file.
+    """
+    for each in [*reversed(folder.parents), folder]:
+        if not each.is_dir():
+            each.mkdir(0o700, exist_ok=True)
+
+
 def write_whole(path: str | Path, data: str | bytes) -> None:
     """Write a small file (0600) atomically: a reader sees either the previous content or all of the new one.
 

@@ -96,10 +96,12 @@ nesting = _Nesting()
 def is_inner_step(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the hook that asks was called for ``super().step()`` in the step of a class derived from another
     optimizer's: torch calls hooks for each of the two, where both classes have been used, and only the outer one is a
-    step. To be asked by the hook itself, if :data:`nesting` says so of the class.
+    step. To be asked by the hook itself; where a call is much, after :data:`nesting`.
 
     What torch wraps around each ``step`` is looked for on the stack, since nothing tells of a step that failed.
     """
+    if not nesting[type(optimizer)]:
+        return False
     code = _code_around_steps()
     frame: FrameType | None = sys._getframe(1)
     under_way = 0

@@ -56,7 +56,7 @@ def hexdigest(values: Tensor, most: int | None = None) -> str:
         return xxhash.xxh3_64_hexdigest(b"")
     start = start.contiguous().cpu()
     # (No tensor can be resized of which NumPy has had the memory, and observers of quantization resize theirs.)
-    return xxhash.xxh3_64_hexdigest(_chars(start.nbytes).from_address(start.data_ptr()))
+    return xxhash.xxh3_64_hexdigest(chars(start.nbytes).from_address(start.data_ptr()))
 
 
 def on_cpu(found: Iterable[tuple[Tensor, int, int]], salt: int) -> int:
@@ -69,7 +69,7 @@ def on_cpu(found: Iterable[tuple[Tensor, int, int]], salt: int) -> int:
     state = xxhash.xxh3_64(seed=salt)
     for value, start, stop in found:
         # (NumPy takes four times as long. The tensor is alive, has this size and has no gaps.)
-        state.update(_chars(stop - start).from_address(value.data_ptr() + start))
+        state.update(chars(stop - start).from_address(value.data_ptr() + start))
     return state.intdigest()
 
 
@@ -115,7 +115,8 @@ def packed(sizes: Sequence[int]) -> list[list[int]]:
 
 
 @lru_cache(maxsize=4096)
-def _chars(count: int) -> type[ctypes.Array[ctypes.c_char]]:
+def chars(count: int) -> type[ctypes.Array[ctypes.c_char]]:
+    """Return the type of so many bytes. Memory that its ``from_address`` shows must stay while it is read."""
     return ctypes.c_char * count
 
 

@@ -22,12 +22,10 @@ What has changed since a point and was not copied is not known, and is named.
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -529,12 +527,7 @@ def _views(tensor: torch.Tensor) -> tuple[Any, ...]:
     if not size or not tensor.is_cpu:
         return ()
     if not tensor.is_contiguous():
-        return (_chars(tensor.element_size()).from_address(address),)
+        return (bits.chars(tensor.element_size()).from_address(address),)
     if size <= 2 * _PEEK:
-        return (_chars(size).from_address(address),)
-    return (_chars(_PEEK).from_address(address), _chars(_PEEK).from_address(address + size // 2))
-
-
-@lru_cache(maxsize=256)
-def _chars(count: int) -> type[ctypes.Array[ctypes.c_char]]:
-    return ctypes.c_char * count
+        return (bits.chars(size).from_address(address),)
+    return (bits.chars(_PEEK).from_address(address), bits.chars(_PEEK).from_address(address + size // 2))

@@ -72,8 +72,9 @@ def load(modules: Iterable[str]) -> None:
     gc.disable()
     with asking_softly(), _noting_reads():
         for name in modules:
-            importlib.import_module(name)
-            _refuse_accelerator(name)
+            if name not in sys.modules:
+                importlib.import_module(name)
+                _refuse_accelerator(name)
     for module, names in _READ_WHEN_LOADED.items():
         if module in sys.modules:
             _read.update(dict.fromkeys(names, module))

@@ -78,7 +78,8 @@ class LogFile:
         #: The bytes that could not be written yet, and the reason; None if none are left.
         self._waiting = b""
         self.failure: str | None = None
-        _make_folders(path.parent)
+        with suppress(FileExistsError):  # if it is a file, opening the log reports it
+            _files.make_folders(path.parent)
         self._key = path.resolve()
         if self._key in _open:
             raise _taken(path)
@@ -133,13 +134,6 @@ class LogFile:
             os.close(self._fd)
             self._fd = -1
             _open.discard(self._key)
-
-
-def _make_folders(folder: Path) -> None:
-    for each in [*reversed(folder.parents), folder]:
-        if not each.is_dir():
-            with suppress(FileExistsError):  # if it is a file, opening the log reports it
-                each.mkdir(0o700)
 
 
 def _set_aside(path: Path) -> None:

@@ -254,7 +254,7 @@ class _StepWatch:
     # Where it ends ----------------------------------------------------------------------------------------------------
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self.is_in_step or (_torch.nesting[type(optimizer)] and _torch.is_inner_step(optimizer)):
+        if not self.is_in_step or _torch.is_inner_step(optimizer):
             return
         self._rows = []
         gradients = []

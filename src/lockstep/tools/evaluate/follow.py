@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
 from lockstep import knobs
-from lockstep._files import StorePath
+from lockstep._files import StorePath, make_folders
 from lockstep.checkpoint import lineage
 from lockstep.checkpoint.evaluations import FOLDER, TRIES, Evaluated, Evaluations
 from lockstep.checkpoint.lineage import LineageRecord
@@ -389,9 +389,7 @@ def _make_log_dir(asked: EvaluateOptions, root: PurePath) -> tuple[Path, bool]:
     if asked.log_dir is None and isinstance(root, StorePath):
         return Path(tempfile.mkdtemp(prefix="lockstep-evaluate-")), True
     folder = asked.log_dir or Path(root, FOLDER, "logs")
-    for each in [*reversed(folder.parents), folder]:
-        if not each.is_dir():
-            each.mkdir(0o700, exist_ok=True)
+    make_folders(folder)
     return folder.absolute(), False
 
 

@@ -572,11 +572,11 @@ def observe(assignment: Assignment, *, rank: int, world_size: int) -> Observer:
     observer = _observer = Observer(assignment, rank=rank, world_size=world_size)
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if _observer is not None and not (_torch.nesting[type(optimizer)] and _torch.is_inner_step(optimizer)):
+        if _observer is not None:
             _observer.step_begins(optimizer, has_closure=_has_closure(args, kwargs))
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if _observer is not None and not (_torch.nesting[type(optimizer)] and _torch.is_inner_step(optimizer)):
+        if _observer is not None:
             _observer.step_ends(optimizer, has_closure=_has_closure(args, kwargs))
 
     register_optimizer_step_pre_hook(before_step)

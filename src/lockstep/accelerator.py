@@ -78,7 +78,8 @@ def refused_in_forks() -> str | None:
     """Return the kind of accelerator that torch refuses in processes forked from this one; None if it refuses none.
 
     That a program has asked CUDA's runtime how many devices there are is enough, and only a forked process can tell: so
-    this one forks one, if torch has a word for it. Opens no driver.
+    this one forks one, if torch has a word for it. Where there is no device, nothing is lost by that (a build for GPUs
+    asks the runtime on a machine without NVIDIA's library, too). Opens no driver that is not open.
     """
     built_for = torch.accelerator.current_accelerator()
     is_refused = None if built_for is None else _torch.is_in_bad_fork(torch.get_device_module(built_for))
@@ -91,7 +92,7 @@ def refused_in_forks() -> str | None:
         finally:
             os._exit(1)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return built_for.type if code == _REFUSED or initialised() else None
+    return built_for.type if (code == _REFUSED and count()) or initialised() else None
 
 
 def title(of: str) -> str:

@@ -84,10 +84,17 @@ print(torch.ones(2, device=world.device).sum().item())
 
 
 @pytest.mark.parametrize(
-    ("asks", "opens"),
-    [("torch.cuda.is_available()", False), ("torch._C._cuda_getDeviceCount()", True), ("torch.ones(1).cuda()", True)],
+    ("asks", "hidden", "opens"),
+    [
+        ("torch.cuda.is_available()", False, False),
+        ("torch._C._cuda_getDeviceCount()", False, True),
+        ("torch._C._cuda_getDeviceCount()", True, False),  # a machine without GPUs: there is nothing to refuse
+        ("torch.ones(1).cuda()", False, True),
+    ],
 )
-def test_a_module_that_asks_for_a_gpu_as_it_is_imported_before_the_fork(asks: str, opens: bool, tmp_path: Path) -> None:
+def test_a_module_that_asks_for_a_gpu_as_it_is_imported_before_the_fork(
+    asks: str, hidden: bool, opens: bool, tmp_path: Path
+) -> None:
     (tmp_path / "asks.py").write_text(f"import torch\n{asks}\n")
     (tmp_path / "train.py").write_text(_PRELOADED)
     done = subprocess.run(
@@ -98,6 +105,7 @@ def test_a_module_that_asks_for_a_gpu_as_it_is_imported_before_the_fork(asks: st
             torch=True,
             LOCKSTEP_PRELOAD="tests,torch,asks",
             PYTHONPATH=python_path(tmp_path, Path(__file__).parents[2]),
+            **({"CUDA_VISIBLE_DEVICES": ""} if hidden else {}),
         ),
         capture_output=True,
         text=True,

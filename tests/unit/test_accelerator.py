@@ -252,3 +252,16 @@ def test_a_plugins_device_is_a_ranks_device(tmp_path: Path) -> None:
     assert told["mean"] == 2.0
     assert told["a replica"].startswith("ValueError: parameter 'weight' is on toy:0, and this process group carries ")
     assert "model.to(lockstep.world().device)" in told["a replica"]
+
+
+def test_a_build_for_gpus_refuses_nothing_in_forks_where_there_is_none(tmp_path: Path) -> None:
+    asks = "import torch\ntorch.cuda.is_available()\nfrom lockstep import accelerator\n"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{asks}print(accelerator.refused_in_forks())"],
+        env=environment(tmp_path, CUDA_VISIBLE_DEVICES=""),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "None\n"), done

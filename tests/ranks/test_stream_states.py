@@ -84,6 +84,14 @@ class FailsToTell(Counts):
         return super().state_dict()
 
 
+class DrawsLate(Counts):
+    """Draws from Python's generator as well, from the fourth batch on."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for number, drawn in super().__iter__():
+            yield torch.stack([number, drawn + (random.random() if number % 100 > 13 else 0)])
+
+
 class TakesArguments(Counts):
     """A state that only its library's own loader can ask for."""
 
@@ -123,7 +131,7 @@ def _joined(ranks: list[Any]) -> list[list[list[float]]]:
 @each_value(
     str,
     each_backend=BOTH,
-    kind=(Counts, Skips, BeginsAnew, Fails, NoJson, TakesArguments, FailsToTell),
+    kind=(Counts, DrawsLate, Skips, BeginsAnew, Fails, NoJson, TakesArguments, FailsToTell),
     in_parts=(False, True),
     workers=(0, 2),
     stop=(3, 1, 5),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from lockstep.data import seeding
 from lockstep.data.mixing import mix
-from lockstep.data.seeding import OwnNumbers, SampleSeeds, preserved_generators, seed_generators
+from lockstep.data.seeding import OwnNumbers, SampleSeeds, StreamSeeds, preserved_generators, seed_generators
 from lockstep.step.generators import GENERATORS, NUMPY
 
 
@@ -176,6 +177,71 @@ def test_the_workers_of_all_epochs_know_what_one_has_seen() -> None:
     with preserved_generators():
         seeds.fetch(5, [1, 2], partial(_one, dataset, range(1, 3)), partial(_several, dataset, range(1, 3)))
     assert dataset.asked == [1, 2]
+
+
+def _stream(draws: Callable[[int], Sequence[str]], length: int, first: int = 0) -> Iterator[list[object]]:
+    """Samples that draw from the generators of these names, by position."""
+    for position in range(first, length):
+        yield [_DRAWS[name]() for name in draws(position)]
+
+
+def _taken(draws: Callable[[int], Sequence[str]], count: int, *, length: int = 30, stop: int = 0) -> list[list[object]]:
+    """The samples of a stream by batches of ``count``; ``stop``: the batch from which on another reader goes on."""
+    taken: list[list[object]] = []
+    with preserved_generators():
+        seeds, stream = StreamSeeds(lambda position: 7 if position else 5, seeded=True), _stream(draws, length)
+        for number, position in enumerate(range(0, length, count)):
+            if stop and number == stop:
+                seen, seeds = seeds.seen, StreamSeeds(lambda position: 7 if position else 5, seeded=True)
+                stream = _stream(draws, length, position)
+                seeds.begin(seen)
+            seed_generators(number + 1000)  # whatever else draws in between
+            _draw()
+            taken += seeds.take(stream, position, count)
+    assert len(taken) == length
+    return taken
+
+
+def _seeded(position: int, name: str) -> object:
+    with preserved_generators():
+        seed_generators(mix(7 if position else 5, position))
+        return _DRAWS[name]()
+
+
+@pytest.mark.parametrize("name", _DRAWS)
+@pytest.mark.parametrize("count", [1, 4, 30, 40])
+def test_samples_of_a_stream_that_always_draws_are_seeded_by_their_positions(name: str, count: int) -> None:
+    assert _taken(lambda _: [name], count) == [[_seeded(position, name)] for position in range(30)]
+
+
+@pytest.mark.parametrize("name", _DRAWS)
+def test_a_stream_that_begins_to_draw_is_seeded_from_the_next_batch_on(name: str) -> None:
+    taken = _taken(lambda position: [name] if position > 13 else [], 5)
+    with preserved_generators():
+        seed_generators(mix(7, 1))
+        together = [_DRAWS[name]()]
+    assert taken[:15] == [[]] * 14 + [together]
+    assert taken[15:] == [[_seeded(position, name)] for position in range(15, 30)]
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
+def test_a_stream_that_goes_on_by_a_state_draws_as_if_it_had_not_stopped(stop: int) -> None:
+    def draws(position: int) -> list[str]:
+        return ["torch"] + ["python"] * (position > 7) + ["numpy"] * (position % 11 == 10)
+
+    assert _taken(draws, 5, stop=stop) == _taken(draws, 5)
+
+
+def test_a_stream_that_draws_nothing_is_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[int] = []
+
+    def noting(seed: int) -> None:
+        seeded.append(seed)
+        seed_generators(seed)
+
+    monkeypatch.setattr(seeding, "seed_generators", noting)
+    assert _taken(lambda _: [], 5) == [[]] * 30
+    assert seeded == [mix(5, 0), mix(7, 1)]
 
 
 def test_own_numbers_go_on_beside_all_others() -> None:

@@ -16,10 +16,15 @@ three were always seeded. A dataset can read a generator without moving it (``to
 a context that restores the state afterwards): it then finds the resting state, the same for all samples of the epoch,
 at any number of ranks.
 
-The samples of a stream can't be asked for twice, so all three are seeded before each. Where the user wants no seeds,
-they are seeded when a pass opens the stream and before its first two samples, and are its own from there on: what it
-draws depends on nothing else that draws, and changes nothing else, so that all who read a stream read the same. Its
-collate_fn is seeded for each batch in either case: ranks have shares of different sizes, and draw differently often.
+The samples of a stream can't be asked for twice. So all three are seeded before its first two, and looked at after the
+second and after each batch. One that has moved is seeded before each sample from then on; the others rest in the state
+that they had before the second sample. A stream that draws from one for the first time in a later batch draws all
+numbers of that batch from there, one after the other. So its numbers are decided by (seed, epoch, position), and by
+which samples share a batch, which all who read the stream agree on; a reader that goes on by a state is told which
+generators were seeded. Where the user wants no seeds, they are seeded when a pass opens the stream and before its first
+two samples, and are its own from there on: what it draws depends on nothing else that draws, and changes nothing else,
+so that all who read a stream read the same. A collate_fn of the user's is seeded for each batch in either case: ranks
+have shares of different sizes, and draw differently often.
 
 A worker process uses its generators for nothing else. In the main process (``num_workers=0``) their states are
 restored after each batch, so that fetching data does not affect the model's dropout.
@@ -40,17 +45,22 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from lockstep.data.mixing import mixed
+from lockstep.data.mixing import mix, mixed
 from lockstep.step.generators import GENERATORS
 
 Sample = TypeVar("Sample")
 
+#: All generators, a bit for each, as :attr:`StreamSeeds.seen`.
+ALL_GENERATORS = (1 << len(GENERATORS)) - 1
+#: Samples of a stream before each of which all generators are seeded.
+_ALONE = 2
 #: The deepest sampler within samplers whose generators are seeded.
 _DEEPEST = 4
 
@@ -168,6 +178,85 @@ class SampleSeeds:
         for number, state in resting.items():
             GENERATORS[number].set_state(state)
         return resting
+
+
+class StreamSeeds:
+    """Takes samples out of a stream whose random numbers are those of their positions; see Note [Sample seeds].
+
+    Args:
+        key_at: the number from which the numbers at a position are seeded, besides the position: one for the first
+            sample, and one for all that follow.
+        seeded: False: only the first two samples are seeded.
+    """
+
+    def __init__(self, key_at: Callable[[int], int], *, seeded: bool) -> None:
+        self._key_at, self._seeded = key_at, seeded
+        #: The generators that samples were seen to draw from, a bit for each.
+        self.seen = 0
+        #: The state in which each generator rests, once it is known.
+        self._rest: list[Any] = []
+
+    def begin(self, seen: int) -> None:
+        """Begin with a stream of which earlier samples were seen to draw from some generators, a bit for each."""
+        self.seen, self._rest = seen, []
+
+    def take(self, stream: Iterator[Sample], position: int, count: int) -> list[Sample]:
+        """Return the next samples, fewer at the end of the stream.
+
+        Afterwards the generators are in any state: the caller restores them.
+
+        Args:
+            stream: what they are taken from.
+            position: that of the first of them.
+            count: how many.
+        """
+        taken: list[Sample] = []
+        for place in range(position, min(_ALONE, position + count)):
+            self._seed(place)
+            taken += islice(stream, 1)
+            if position + len(taken) == place:
+                return taken
+            if place:
+                self._look()
+        left = count - len(taken)
+        if not self._seeded:
+            taken += islice(stream, left)
+        elif left:
+            self._take_seeded(taken, stream, position + len(taken), left)
+            self._look()
+        return taken
+
+    def _take_seeded(self, taken: list[Sample], stream: Iterator[Sample], position: int, count: int) -> None:
+        if not self._rest:  # (it goes on by a state)
+            self._seed(1)
+        seed: list[Callable[[int], object]] = []
+        for number, (generator, state) in enumerate(zip(GENERATORS, self._rest, strict=True)):
+            if self.seen >> number & 1:
+                seed.append(generator.seed)
+            else:
+                generator.set_state(state)
+        if not seed:
+            taken += islice(stream, count)
+            return
+        for number in mixed(self._key_at(position), range(position, position + count)).tolist():
+            for each in seed:
+                each(number)
+            try:
+                taken.append(next(stream))
+            except StopIteration:
+                return
+
+    def _seed(self, position: int) -> None:
+        """Seed all generators for one of the first samples; they rest in the state for the second one."""
+        seed_generators(mix(self._key_at(position), position))
+        if position:
+            self._rest = _states()
+
+    def _look(self) -> None:
+        """Note which generators have left the state in which they rest."""
+        for number, (generator, state) in enumerate(zip(GENERATORS, self._rest, strict=True)):
+            if not self.seen >> number & 1 and not generator.is_at(state):
+                self.seen |= 1 << number
 
 
 class OwnNumbers:

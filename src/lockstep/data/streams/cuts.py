@@ -77,7 +77,7 @@ class ShareCut(_WholeBatch):
         super().__init__(samples)
         self._rank, self._world_size, self._shares = rank, world_size, shares
 
-    def batch(self, read: StreamBatch, collate: Collate, *, seed: int) -> Fetched:
+    def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:
         """See :class:`~lockstep.data.streams.dataset.StreamCut`."""
         begun, samples = _begun(read), read.samples
         if not samples:
@@ -100,7 +100,7 @@ class SliceCut(_WholeBatch):
         super().__init__(samples)
         self._rank, self._sliced = rank, sliced
 
-    def batch(self, read: StreamBatch, collate: Collate, *, seed: int) -> Fetched:
+    def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:
         """See :class:`~lockstep.data.streams.dataset.StreamCut`."""
         begun, samples = _begun(read), read.samples
         if not samples:
@@ -110,7 +110,11 @@ class SliceCut(_WholeBatch):
         for number in range(*self._sliced.runs_at(0)[self._rank]):
             start, stop = bounds[number]
             if start < stop:
-                batches.append(collated(samples[start:stop], collate, empty=False, seed=mix(seed, number)))
+                batches.append(
+                    collated(
+                        samples[start:stop], collate, empty=False, seed=None if seed is None else mix(seed, number)
+                    )
+                )
                 numbers.append(number)
                 count += stop - start
         return begun._replace(batch=batches, samples=count, numbers=numbers, sizes=sizes_in(bounds))
@@ -135,7 +139,7 @@ class PartCut:
         """
         return mix(key, self._rank, _PART) if self._rank and position else key
 
-    def batch(self, read: StreamBatch, collate: Collate, *, seed: int) -> Fetched:
+    def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:
         """See :class:`~lockstep.data.streams.dataset.StreamCut`.
 
         How many samples all ranks have is not known here yet.

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import (
     IterableDataset,
+    default_collate,
     get_worker_info,
 )
 
@@ -39,13 +40,13 @@ class StreamCut(Protocol):
         """
         ...
 
-    def batch(self, read: StreamBatch, collate: Collate, *, seed: int) -> Fetched:
+    def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:
         """Return what this rank has of a batch, collated, and how to go on after it.
 
         Args:
             read: what was read for it.
             collate: the DataLoader's.
-            seed: what ``collate`` draws from.
+            seed: what ``collate`` draws from; None: it does not.
         """
         ...
 
@@ -102,14 +103,19 @@ class StreamDataset(IterableDataset[Fetched]):
                 if read is None or (read.samples and self._drop_last and len(read.samples) < cut.samples):
                     break
                 kept = kept or [*map(copied, read.samples[:1])]  # (before it is collated)
-                seed = mix(cut.key_at(key, read.position), read.position, COLLATE)
-                item = cut.batch(read, self._collate, seed=seed)
+                item = cut.batch(read, self._collate, seed=self._seed_of_collate(key, read.position))
             yield item
         if kept and not self._drop_last:
             with own_generators(True):
                 end = cut.after_last(kept[0], self._collate)
             if end is not None:
                 yield end
+
+    def _seed_of_collate(self, key: int, position: int) -> int | None:
+        """Return what the collate_fn of a batch draws from, whose first sample has this position; None: it does not."""
+        if self._collate is default_collate:
+            return None
+        return mix(self._cut.key_at(key, position), position, COLLATE)
 
     def with_cut(self, cut: StreamCut) -> StreamDataset:
         """Return the same stream, of which something else is made; :meth:`begin` is called on this one for both."""

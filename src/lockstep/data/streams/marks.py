@@ -96,7 +96,7 @@ def read_marks(state: Any) -> tuple[dict[int, StreamMark], int | None]:
         rank, marks = state["rank"], {}
         for number, fields in state["workers"].items():
             mark = StreamMark(**{**fields, "state": json.dumps(fields["state"])})
-            numbers = [mark.worker, mark.batches, mark.samples, *([] if rank is None else [rank])]
+            numbers = [mark.worker, mark.batches, mark.samples, mark.drawn, *([] if rank is None else [rank])]
             if any(type(each) is not int or each < 0 for each in numbers) or mark.worker != int(number):
                 raise ValueError(f"expected whole numbers of 0 or more, got {tuple(numbers)}")
             marks[mark.worker] = mark

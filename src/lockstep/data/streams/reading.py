@@ -27,12 +27,11 @@ import copy
 import inspect
 import json
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from lockstep.data.contents import fingerprint
 from lockstep.data.mixing import mix
-from lockstep.data.seeding import seed_generators
+from lockstep.data.seeding import ALL_GENERATORS, StreamSeeds, seed_generators
 from lockstep.data.streams import pipes
 from lockstep.errors import CheckpointMismatch, named
 from lockstep.job.workers import AtWork
@@ -53,6 +52,8 @@ class StreamMark(NamedTuple):
     state: str
     #: A digest of the samples of its next batch; None: there is none.
     following: str | None
+    #: The generators that its samples were seen to draw from, a bit for each; see Note [Sample seeds].
+    drawn: int = ALL_GENERATORS
 
 
 class StreamBatch(NamedTuple):
@@ -90,12 +91,25 @@ class Samples:
     """
 
     def __init__(self, rule: Rule, *, key: int, epoch_key: int, seeded: bool, at_work: AtWork | None) -> None:
-        self._rule, self._key, self._epoch_key, self._seeded, self._at_work = rule, key, epoch_key, seeded, at_work
+        self._key, self._epoch_key, self._at_work = key, epoch_key, at_work
         #: The number of samples of a full batch.
         self.full = rule.samples
+        # (The first sample may decide how a stream splits itself by rank, so ranks that read parts draw alike for it.)
+        self._seeds = StreamSeeds(lambda position: rule.key_at(key, position), seeded=seeded)
 
-    def open(self, dataset: Iterable[Any]) -> Iterator[Any]:
-        """Begin to read a dataset."""
+    @property
+    def drawn(self) -> int:
+        """The generators that samples were seen to draw from since the dataset was opened, a bit for each."""
+        return self._seeds.seen
+
+    def open(self, dataset: Iterable[Any], *, drawn: int = 0) -> Iterator[Any]:
+        """Begin to read a dataset.
+
+        Args:
+            dataset: the dataset, at its beginning or in a state.
+            drawn: the generators that the samples before that state were seen to draw from, a bit for each.
+        """
+        self._seeds.begin(drawn)
         seed_generators(mix(self._key, _OPEN_STREAM))
         pipes.set_up(dataset, seed=mix(self._epoch_key, _OPEN_STREAM))
         return iter(dataset)
@@ -107,21 +121,20 @@ class Samples:
             stream: what :meth:`open` returned.
             position: that of the first of them.
         """
-        return list(islice(self._seeding(stream, position), self.full))
+        if self._at_work is not None:
+            stream = _noting(stream, position, self._at_work)
+        return self._seeds.take(stream, position, self.full)
 
-    def _seeding(self, stream: Iterator[Any], position: int) -> Iterator[Any]:
-        while True:
-            # (The first one may decide how a stream splits itself by rank, so ranks that read parts draw alike for it.)
-            if self._seeded or position < 2:
-                seed_generators(mix(self._rule.key_at(self._key, position), position))
-            if self._at_work is not None:
-                self._at_work.note(position)
-            try:
-                sample = next(stream)
-            except StopIteration:
-                return
-            yield sample
-            position += 1
+
+def _noting(stream: Iterator[Any], position: int, at_work: AtWork) -> Iterator[Any]:
+    while True:
+        at_work.note(position)
+        try:
+            sample = next(stream)
+        except StopIteration:
+            return
+        yield sample
+        position += 1
 
 
 def has_state(dataset: object) -> bool:
@@ -178,10 +191,15 @@ class StatefulReading:
             taken = self._samples.take(stream, 0)
         while taken:
             position, end = counted.samples, counted.samples + len(taken)
-            state = self._state()
+            state, drawn = self._state(), self._samples.drawn
             following = self._samples.take(stream, end) if len(taken) == self._samples.full else []
             counted = StreamMark(
-                self._worker, counted.batches + 1, end, state or "", fingerprint(following) if following else None
+                self._worker,
+                counted.batches + 1,
+                end,
+                state or "",
+                fingerprint(following) if following else None,
+                drawn,
             )
             if mark is not None and counted.batches == mark.batches:
                 self._compare(counted, mark)
@@ -207,7 +225,7 @@ class StatefulReading:
         try:
             dataset = copy.deepcopy(self._dataset)
             dataset.load_state_dict(json.loads(mark.state))
-            stream = self._samples.open(dataset)
+            stream = self._samples.open(dataset, drawn=mark.drawn)
             taken = self._samples.take(stream, mark.samples)
         except Exception as error:  # noqa: BLE001  (whatever a state leads to: there is another way, and it is said)
             return None, f"could not be used ({named(error)})"

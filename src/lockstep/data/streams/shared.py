@@ -83,7 +83,7 @@ class LeaderCut:
         #: Why the others read by themselves, once something could not be packed; their shares are not made then.
         self._why_not = ""
 
-    def batch(self, read: StreamBatch, collate: Collate, *, seed: int) -> Fetched:
+    def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:
         """See :class:`~lockstep.data.streams.dataset.StreamCut`."""
         worker = get_worker_info()
         # The first sample of worker 0 is the one that the other ranks look at.
@@ -133,7 +133,7 @@ class _OneSample:
     def key_at(self, key: int, position: int) -> int:  # noqa: ARG002  (as the protocol has it)
         return key
 
-    def batch(self, read: StreamBatch, collate: Collate, *, seed: int) -> Fetched:  # noqa: ARG002
+    def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:  # noqa: ARG002
         return Fetched(None, 0, 0, fingerprint=fingerprint(read.samples))
 
     def after_last(self, sample: Any, collate: Collate) -> Fetched | None:  # noqa: ARG002

@@ -491,6 +491,22 @@ def is_made_of_tensors(tensor: Any) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
+def default_collate_by(tensors: Callable[[Sequence[torch.Tensor]], Any], samples: list[Any]) -> Any:
+    """Collate samples as torch's ``default_collate`` does, but make of several tensors what ``tensors`` returns.
+
+    torch's documentation has ``collate_fn_map`` for this, which no public function takes. A program that has extended
+    ``default_collate`` for tensors itself is left its own.
+    """
+    import torch
+    from torch.utils.data._utils import collate
+
+    known = collate.default_collate_fn_map
+    if known.get(torch.Tensor) is not collate.collate_tensor_fn:
+        return collate.default_collate(samples)
+    ours = {**known, torch.Tensor: lambda batch, *, collate_fn_map: tensors(batch)}  # noqa: ARG005  (as torch calls it)
+    return collate.collate(samples, collate_fn_map=ours)
+
+
 #: The attribute in which a module names the parameters and buffers that DDP leaves alone.
 #: Libraries set it for torch's DDP, through one of its static methods, and there is no public name for it.
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"

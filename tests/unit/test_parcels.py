@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from lockstep.comm.parcels import Parcel, Unpackable, opened
+from lockstep.comm.parcels import Parcel, Rows, Unpackable, opened, stacked
 from lockstep.errors import LockstepError
 
 Point = namedtuple("Point", "x y")
@@ -68,6 +68,42 @@ _TENSORS = {
     "uint64": lambda: torch.tensor([2**63], dtype=torch.uint64),
     "nan": lambda: torch.tensor([float("nan"), -0.0]),
 }
+
+
+_ROWS: dict[str, Callable[[int], torch.Tensor]] = {
+    "large": lambda _: torch.randn(3, 32, 32),
+    "small": lambda _: torch.randn(3),
+    "bfloat16": lambda _: torch.randn(90, 90).bfloat16(),
+    "views of one": lambda number: torch.arange(2_000_000).reshape(200, 10_000)[number],
+    "transposed": lambda _: torch.randn(90, 100).t(),
+    "conjugated": lambda _: torch.randn(90, 90, dtype=torch.complex64).conj(),
+    "of two dtypes": lambda number: torch.full((90, 90), number, dtype=torch.int32 if number else torch.int64),
+    "empty": lambda _: torch.zeros(0, 5),
+}
+
+
+@pytest.mark.parametrize("name", _ROWS)
+@pytest.mark.parametrize("count", [1, 3, 200])
+def test_rows_come_out_as_the_tensor_that_torch_stacks(name: str, count: int) -> None:
+    rows = [_ROWS[name](number) for number in range(count)]
+    expected = torch.stack(rows)
+    found = _round({"x": stacked(rows)})["x"]
+    assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
+    assert torch.equal(found, expected)
+
+
+def test_large_rows_are_not_put_together_before() -> None:
+    rows = [torch.randn(3, 32, 32) for _ in range(4)]
+    assert isinstance(stacked(rows), Rows)
+    assert isinstance(stacked([*rows, rows[0].clone().requires_grad_()]), torch.Tensor)
+    with pytest.raises(RuntimeError, match="equal size"):
+        stacked([*rows, torch.randn(3, 32, 33)])
+
+
+def test_more_rows_than_one_write_takes() -> None:
+    rows = [torch.full((2048,), float(number)) for number in range(1100)]
+    found = _round(stacked(rows))
+    assert torch.equal(found, torch.stack(rows))
 
 
 @pytest.mark.parametrize("name", _TENSORS)

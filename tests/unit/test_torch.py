@@ -23,6 +23,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import default_collate
+from torch.utils.data._utils import collate
 
 import lockstep
 from lockstep import _torch
@@ -52,6 +54,9 @@ VERSIONS = {
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "2.9 to 2.15",
     "torch._dynamo.compiled_autograd.in_compiled_autograd_region": "2.9 to 2.15",
     "torch.cuda._is_in_bad_fork": "2.9 to 2.15",
+    "torch.utils.data._utils.collate.collate": "2.9 to 2.15",
+    "torch.utils.data._utils.collate.collate_tensor_fn": "2.9 to 2.15",
+    "torch.utils.data._utils.collate.default_collate_fn_map": "2.9 to 2.15",
     "torch.optim.Optimizer.profile_hook_step": "2.9 to 2.15",
     "torch._foreach_copy_": "2.9 to 2.15",
     "torch._foreach_add_": "2.9 to 2.15",
@@ -155,6 +160,23 @@ def test_is_in_bad_fork() -> None:
     assert is_refused is not None
     assert not is_refused()
     assert _torch.is_in_bad_fork(torch.cpu) is None
+
+
+def test_default_collate_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples: list[Any] = [
+        {"x": torch.ones(2), "n": torch.zeros(3).numpy(), "of": (1, "a", 2.5)},
+        {"x": torch.zeros(2), "n": torch.ones(3).numpy(), "of": (2, "b", 3.5)},
+    ]
+    seen: list[int] = []
+
+    def stack(tensors: Any) -> torch.Tensor:
+        seen.append(len(tensors))
+        return torch.stack(tuple(tensors))
+
+    assert str(_torch.default_collate_by(stack, samples)) == str(default_collate(samples))
+    assert seen == [2, 2]
+    monkeypatch.setitem(collate.default_collate_fn_map, torch.Tensor, lambda *_, **__: "the program's")
+    assert _torch.default_collate_by(stack, samples)["x"] == "the program's"
 
 
 def test_recorded() -> None:

@@ -21,9 +21,10 @@ import operator
 import os
 import sys
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from multiprocessing.reduction import DupFd
 from typing import Any
 
@@ -38,10 +39,51 @@ from lockstep.trees import path_text
 _ALIGNED = 64
 #: The types that JSON keeps as they are.
 _PLAIN = (type(None), bool, int, float, str)
+#: Bytes of a row from which on a write of each is faster than to put them together before.
+_LARGE = 1 << 13
+#: The most pieces that one write takes.
+_PIECES = 1024
 
 
 class Unpackable(TypeError):
     """Something can't be packed into a parcel; the message says what, and where it is."""
+
+
+class Rows:
+    """Tensors of one shape, packed as the tensor of which they are the rows, without being put together before.
+
+    Args:
+        tensors: dense ones on the CPU, all of one dtype and shape, whose elements follow each other in memory.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.nbytes = len(tensors) * tensors[0].nbytes
+
+
+def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | Rows:
+    """Return what packs as ``torch.stack(tensors)`` does, in the cheapest form.
+
+    Raises:
+        RuntimeError: they can't be stacked.
+    """
+    first = tensors[0]
+    # (Of one and of two it may be asked how the number of samples shows in a batch.)
+    if len(tensors) > 2 and first.nbytes >= _LARGE and all(_is_row(each, first) for each in tensors):
+        return Rows(tensors)
+    return torch.stack(list(tensors))
+
+
+def _is_row(tensor: torch.Tensor, like: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.is_cpu
+        and tensor.layout == torch.strided
+        and tensor.dtype == like.dtype
+        and tensor.shape == like.shape
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    )
 
 
 class Parcel:
@@ -135,10 +177,10 @@ class _Packing:
 
     def __init__(self) -> None:
         self.size = 0
-        self._pieces: list[tuple[int, Any]] = []
+        self._pieces: list[tuple[int, memoryview | torch.Tensor | Rows]] = []
 
-    def place(self, piece: memoryview | torch.Tensor) -> int:
-        """Return where a piece will lie: bytes, or a dense tensor whose elements follow each other in memory."""
+    def place(self, piece: memoryview | torch.Tensor | Rows) -> int:
+        """Return where a piece will lie: bytes, or dense tensors whose elements follow each other in memory."""
         begin = -(-self.size // _ALIGNED) * _ALIGNED
         self.size = begin + piece.nbytes
         if piece.nbytes:
@@ -149,10 +191,17 @@ class _Packing:
         """Write the pieces to the file. (So the kernel fills pages at once that it would clear first if they were
         mapped and touched.)"""
         for begin, piece in self._pieces:
-            left = _bytes_of(piece) if isinstance(piece, torch.Tensor) else piece
-            while left.nbytes:
-                done = os.pwrite(descriptor, left, begin)
-                left, begin = left[done:], begin + done
+            if isinstance(piece, Rows):
+                left = deque(map(_bytes_of, piece.tensors))
+            else:
+                left = deque([_bytes_of(piece) if isinstance(piece, torch.Tensor) else piece])
+            while left:
+                done = os.pwritev(descriptor, [*islice(left, _PIECES)], begin)
+                begin += done
+                while left and done >= left[0].nbytes:
+                    done -= left.popleft().nbytes
+                if done:
+                    left[0] = left[0][done:]
 
     def describe(self, node: Any, path: tuple[Any, ...]) -> Any:
         """Return the description of a tree in JSON types."""
@@ -161,6 +210,9 @@ class _Packing:
             return node
         if kind is torch.Tensor:
             return self._describe_tensor(node, path)
+        if kind is Rows:
+            row = node.tensors[0]
+            return {**_described(row), "shape": [len(node.tensors), *row.shape], "at": self.place(node)}
         if kind is np.ndarray or isinstance(node, np.generic):
             return self._describe_array(node, path)
         if kind is bytes:
@@ -182,7 +234,7 @@ class _Packing:
         ):
             if is_other:
                 raise _unpackable(what, path)
-        told: dict[str, Any] = {"is": "tensor", "dtype": str(tensor.dtype).removeprefix("torch.")}
+        told = _described(tensor)
         # (Of a view whose elements do not follow each other in memory a copy is made, of the strides that clone gives.)
         whole = tensor.resolve_conj().resolve_neg()
         if not whole.is_contiguous():
@@ -292,6 +344,10 @@ class _Opening:
         else:
             vars(made).update(self._items(told["attributes"]))
         return made
+
+
+def _described(tensor: torch.Tensor) -> dict[str, Any]:
+    return {"is": "tensor", "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -30,11 +30,11 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, default_collate, get_worker_info
 
-from lockstep import callsite, tracebacks
+from lockstep import _torch, callsite, tracebacks
 from lockstep.comm.local_ranks import LocalRanks, RankLine, connect
-from lockstep.comm.parcels import Handed, Parcel, Unpackable
+from lockstep.comm.parcels import Handed, Parcel, Unpackable, stacked
 from lockstep.comm.together import class_name, class_named
 from lockstep.comm.world import World
 from lockstep.data.contents import fingerprint
@@ -92,7 +92,8 @@ class LeaderCut:
         own = self._own.batch(read, collate, seed=seed)
         if self._why_not:
             return own._replace(parcel=self._why_not)
-        shares = [cut.batch(read, collate, seed=seed) for cut in self._others]
+        packed = _collated_to_be_packed if collate is default_collate else collate
+        shares = [cut.batch(read, packed, seed=seed) for cut in self._others]
         try:
             # (The first fingerprint is that of samples which no collate_fn has seen.)
             parcel = Parcel.of([(share._replace(fingerprint=own.fingerprint), looked_at) for share in shares])
@@ -103,6 +104,11 @@ class LeaderCut:
             )
             return own._replace(parcel=self._why_not)
         return own._replace(parcel=parcel)
+
+
+def _collated_to_be_packed(samples: list[Any]) -> Any:
+    """Do as ``default_collate``, which in a worker would put each tensor into shared memory of its own."""
+    return _torch.default_collate_by(stacked, samples)
 
 
 class FirstSample(StreamDataset):

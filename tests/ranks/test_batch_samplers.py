@@ -19,7 +19,7 @@ import lockstep
 from lockstep.data import batches as drawn_batches
 from tests.backends import BOTH, EACH_BACKEND
 from tests.digests import digest_of
-from tests.harness import collect_outcomes, run_ranks
+from tests.harness import RanksFailed, collect_outcomes, run_ranks
 from tests.launching import run
 from tests.selection import each_value
 
@@ -408,6 +408,10 @@ def _trained(costs: str, batched: str, shares: list[float] | None, workers: int)
     workers=(0, 1),
 )
 def test_means_are_those_of_one_process(costs: str, batched: str, world_size: int, workers: int) -> None:
+    if costs == "sampler" and batched == "size":
+        with pytest.raises(RanksFailed, match="this DataLoader has none of its own: give it batch_sampler="):
+            run_ranks(_trained, world_size, costs, batched, None, workers)
+        return
     found = run_ranks(_trained, 1, "sampler" if costs == "sampler" else "none", batched, None, 0)[0]
     alone = torch.tensor(found, dtype=torch.float64)
     shares = [3.0, 1.0] if world_size == 2 else None

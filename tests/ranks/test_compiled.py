@@ -236,7 +236,7 @@ def _inductor_cases(cache: str, chosen: Sequence[str]) -> dict[str, float]:
     ],
 )
 def test_inductor_compiles_replicas(compile_cache: str, chosen: list[str]) -> None:
-    for results in run_ranks(_inductor_cases, 2, compile_cache, chosen, timeout=110):
+    for results in run_ranks(_inductor_cases, 2, compile_cache, chosen, timeout=400):
         assert {name: off for name, off in results.items() if not off < 1e-12} == {}
 
 

@@ -93,6 +93,12 @@ if how == "fail":
     print("this is what it says")
     sys.exit(3)
 hold("before")
+if how == "calm":
+    hold(how)
+    try:
+        evaluation.load(nn.Linear(4, 2))
+    except lockstep.CheckpointError:
+        sys.exit(0)
 model = nn.Linear(4, 2)
 evaluation.load(model)
 hold("after")
@@ -247,9 +253,11 @@ def test_a_result_that_comes_after_its_run_was_resumed_is_void(folder: Path) -> 
     assert len([each for each in Evaluations(folder / "runs/x").all() if each.step == 15]) == 2
 
 
-def test_a_checkpoint_that_is_removed_meanwhile_is_said_in_a_line(folder: Path) -> None:
+@pytest.mark.parametrize("where", ["before", "calm"])
+def test_a_checkpoint_that_is_removed_meanwhile_is_said_in_a_line(folder: Path, where: str) -> None:
+    """Also if the script has caught the error and ended without one."""
     _train(folder)
-    _held(folder, "before")
+    _held(folder, where)
     with _begin(folder, "--json") as evaluator:
         _wait_until_held(folder, 15)
         root = run_folder(folder / "runs/x")
@@ -390,10 +398,46 @@ def test_a_run_that_does_not_come_is_waited_for_and_named(folder: Path) -> None:
     _train(folder, epochs=1)
     done = _evaluate(folder, root="runs/x/step-00000005")
     assert (done.code, "is a checkpoint: give the folder of its run" in done.err) == (2, True)
+    done = run(["lockstep", "evaluate", "runs/x", "--follow", "eval.py"], folder, torch=True)
+    assert (done.code, "--follow stands after FOLDER: expected PROGRAM there" in done.err) == (2, True)
     done = run(["lockstep", "evaluate", "runs/x", "nowhere.py"], folder, torch=True)
     assert (done.code, "nowhere.py" in done.err) == (2, True)
     done = _evaluate(folder, "--cores", "x")
     assert (done.code, "--cores x: expected numbers and ranges of cores" in done.err) == (2, True)
+
+
+def test_a_folder_without_checkpoints_is_named(folder: Path) -> None:
+    _train(folder, epochs=1)
+    for options in ((), ("--follow", "--patience", "0.3")):
+        done = _evaluate(folder, *options, root="runs")
+        assert (done.code, f"{folder}/runs has no checkpoint: give the folder that the run" in done.err) == (2, True)
+        if not options:
+            assert not (folder / "runs/evaluations").exists(), "nothing is left where no run is"
+
+
+@pytest.mark.parametrize("how", ["nowhere", "folder"])
+def test_a_log_that_can_not_be_written_ends_no_evaluations(folder: Path, how: str) -> None:
+    _train(folder, epochs=2)
+    if how == "folder":
+        (folder / "runs/x/metrics.jsonl").unlink()
+        (folder / "runs/x/metrics.jsonl").mkdir()
+    done = _evaluate(folder, *(["--metrics", "nowhere/metrics.jsonl"] if how == "nowhere" else []))
+    assert (done.code, _results(folder)) == (0, [5, 10])
+    assert done.err.count("metrics.jsonl was not written: ") == 1
+    assert "the results are in " in done.err
+
+
+def test_a_run_that_is_moved_meanwhile_is_named(folder: Path) -> None:
+    _train(folder, epochs=1)
+    _held(folder, "after")
+    with _begin(folder) as evaluator:
+        _wait_until_held(folder, 5)
+        (folder / "runs/x").rename(folder / "runs/y")
+        _let_go(folder)
+        done = evaluator.finish()
+    assert (done.code, "runs/x was moved or removed meanwhile: give its new path" in done.err) == (2, True)
+    done = _evaluate(folder, root="runs/y")
+    assert (done.code, "1 checkpoint evaluated" in done.err) == (0, True)
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,10 @@ from lockstep.checkpoint.weights import LoadedWeights, into, refuse_targets
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.identity import Identity
 
-#: The most numbers that are reported of one checkpoint.
+#: The most numbers that are reported of one checkpoint, and the most characters of a name: all of them fit into a result
+#: (``_MAX_BYTES`` of evaluations.py), which is no result if it can't be read back.
 _MOST = 1000
+_MOST_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ class Evaluation:
         """Report numbers of the checkpoint; those of rank 0 count, so give means over all ranks (``world.mean``).
 
         They are in ``metrics.jsonl`` under these names with ``eval/`` before them, once the script has ended without an
-        error. A later report adds to the one before; a name that is reported again has the later number.
+        error. A later report adds to the one before, also of another Evaluation in the script; a name that is reported
+        again has the later number.
 
         Args:
             numbers: numbers by name, for names that are not identifiers (``{"top/5": top5}``).
@@ -154,18 +157,21 @@ class Evaluation:
                 device. NaN is kept as such, and is never the best.
 
         Raises:
-            TypeError, ValueError: a name is empty or not a text, or a value is no number, or infinite; or there are
-                more than 1000. Nothing of this call is reported then.
+            TypeError, ValueError: a name is empty, not a text, not printable or longer than 200 characters; or a value
+                is no number, or infinite; or there are more than 1000. Nothing of this call is reported then.
         """
         given = {**(numbers or {}), **named}
         read = {_name(name): _number(name, value) for name, value in given.items()}
+        is_main = Identity.from_environment().rank == 0
+        if is_main and self._order is not None:  # what another Evaluation has reported, which is in the same file
+            self._numbers = (read_report(self._order.report) or {}) | self._numbers
         if len(self._numbers | read) > _MOST:
             raise ValueError(
                 f"Evaluation.report(): {len(self._numbers | read)} numbers of step {self.step}, at most {_MOST} are "
                 "kept: report means"
             )
         self._numbers |= read
-        if Identity.from_environment().rank != 0:
+        if not is_main:
             return
         if self._order is None:
             words = ", ".join(f"{name} {value:g}" for name, value in read.items())
@@ -201,6 +207,11 @@ def _newest(path: PurePath) -> PurePath:
 def _name(name: Any) -> str:
     if not isinstance(name, str) or not name:
         raise TypeError(f"Evaluation.report(): {name!r} is the name of a number: expected a text that is not empty")
+    if len(name) > _MOST_CHARACTERS or not name.isprintable():
+        raise ValueError(
+            f"Evaluation.report(): {ascii(name)[:60]} is the name of a number: expected at most "
+            f"{_MOST_CHARACTERS} printable characters"
+        )
     return name if name.startswith(PREFIX) else f"{PREFIX}{name}"
 
 

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 from lockstep._files import StorePath
 from lockstep.checkpoint import folders
+from lockstep.checkpoint.disk_folder import named
 from lockstep.checkpoint.encoding import DIGEST
 from lockstep.checkpoint.object_store import ObjectStore
 from lockstep.checkpoint.storage import POSIX, Storage
@@ -41,7 +42,9 @@ PREFIX = "eval/"
 TRIES = 3
 
 _FORMAT = 1
-_MAX_BYTES = 2**20
+#: The bytes of the largest file. A thousand numbers with names of 200 characters, each of which may take twelve as JSON,
+#: are less.
+_MAX_BYTES = 4 * 2**20
 _NAME = re.compile(r"(step-\d{8,18}(?:-r\d{1,9})?)-([0-9a-f]{32})\.json")
 
 
@@ -225,12 +228,13 @@ class _OnDisk:
         temporary = f".{name}.{secrets.token_hex(8)}"
         folder = self._on.open_folder(self._path)
         try:
-            file = self._on.create(folder, temporary)
-            try:
-                self._on.write(file, content, 0)
-                self._on.sync(file)
-            finally:
-                self._on.close(file)
+            with named(self._path / name):  # the user does not know the temporary name
+                file = self._on.create(folder, temporary)
+                try:
+                    self._on.write(file, content, 0)
+                    self._on.sync(file)
+                finally:
+                    self._on.close(file)
             self._on.rename(self._path / temporary, self._path / name)
             self._on.sync(folder)
         except BaseException:

@@ -288,7 +288,9 @@ def test_a_script_that_fails_is_tried_three_times_and_named(folder: Path) -> Non
     assert "this is what it says" in Path(told[2]["log"]).read_text()
     assert "step 5: it ended with exit code 3 (try 3 of 3, the last one); what it printed is in " in done.err
     assert "1 failed (step 5)" in done.err
-    assert _evaluate(folder).code == 0
+    done = _evaluate(folder)
+    assert done.code == 0, done
+    assert "nothing was left to evaluate, 1 failed before (step 5). A checkpoint is tried 3 times; once" in done.err
     assert _started(folder) == {5: 3}, "a marked one is left alone"
     (folder / "how").write_text("silent")
     done = _evaluate(folder, "--retry-failed")

@@ -132,8 +132,9 @@ def test_what_is_no_result_is_left_alone(tmp_path: Path) -> None:
         assert evaluations.all() == []
     (made / name).unlink()
     (made / name).symlink_to("/etc/passwd")
-    with pytest.raises(OSError, match="link"):
+    with pytest.raises(OSError, match="link") as failed:
         evaluations.all()
+    assert failed.value.filename == str(made / name)
 
 
 @pytest.mark.parametrize("where", ["disk", "store"])

@@ -213,14 +213,16 @@ class _OnDisk:
         except FileNotFoundError:
             return None
         try:
-            file = self._on.open(folder, name)
+            with named(self._path / name):
+                file = self._on.open(folder, name)
         except FileNotFoundError:
             return None
         finally:
             self._on.close(folder)
         try:
-            content = bytearray(min(self._on.size(file), _MAX_BYTES))
-            return bytes(content[: self._on.read(file, memoryview(content), 0)])
+            with named(self._path / name):
+                content = bytearray(min(self._on.size(file), _MAX_BYTES))
+                return bytes(content[: self._on.read(file, memoryview(content), 0)])
         finally:
             self._on.close(file)
 

@@ -101,12 +101,15 @@ class EvaluationTally:
     done: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
     missed: list[int] = field(default_factory=list)
+    #: Of those that are there at the end, the ones that had failed too often before this command.
+    marked: list[int] = field(default_factory=list)
 
     def describe(self) -> str:
         """Return it in a sentence."""
         if not (self.done or self.failed or self.missed):
-            return "nothing was left to evaluate"
-        words = [f"{counted(len(self.done), 'checkpoint')} evaluated"]
+            words = ["nothing was left to evaluate"]
+        else:
+            words = [f"{counted(len(self.done), 'checkpoint')} evaluated"]
         if self.failed:
             words.append(f"{len(self.failed)} failed ({numbered('step', self.failed, most=_STEPS)})")
         if self.missed:
@@ -114,6 +117,8 @@ class EvaluationTally:
                 f"{len(self.missed)} left out, removed before they could be evaluated "
                 f"({numbered('step', self.missed, most=_STEPS)})"
             )
+        if self.marked:
+            words.append(f"{len(self.marked)} failed before ({numbered('step', self.marked, most=_STEPS)})")
         return ", ".join(words)
 
 
@@ -242,6 +247,9 @@ class _Evaluator:
                 raise _none_there(self._folder)
             else:
                 self._write_lines(last=True)
+                here = {Candidate(name, digest) for (name, _), digest in self._identities.items()} - self._told
+                marked = [each for each in self._evaluations.all() if each.numbers is None and each.is_final]
+                self._tally.marked = [each.step for each in marked if Candidate(each.checkpoint, each.digest) in here]
                 return self._tally
 
     def tidy(self) -> None:
@@ -435,7 +443,7 @@ def _new_folder(parent: Path, name: str) -> Path:
 def summary(tally: EvaluationTally, root: PurePath) -> str:
     """Return what came of a command in a sentence, with what to do about failures."""
     words = tally.describe()
-    if tally.failed:
+    if tally.failed or tally.marked:
         words += (
             f". A checkpoint is tried {TRIES} times; once the script is right, --retry-failed tries those again that "
             f"are still in {root}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -232,6 +233,11 @@ def test_what_a_resumed_run_takes_again_is_void(folder: Path) -> None:
     assert _evaluated(folder) == _scores(folder, 5, 10, 15) != first
     assert _started(folder) == {5: 1, 10: 2, 15: 2}
     assert len(Evaluations(folder / "runs/x").all()) == 5, "the void ones are kept beside"
+    before = [line["step"] for line in _lines(folder) if "evaluation" in line]
+    shutil.rmtree(folder / "runs/x/evaluations")
+    done = _evaluate(folder)
+    assert done.code == 0, done
+    assert [line["step"] for line in _lines(folder) if "evaluation" in line] == [*before, 15, 10, 5], "evaluated anew"
 
 
 def test_a_result_that_comes_after_its_run_was_resumed_is_void(folder: Path) -> None:

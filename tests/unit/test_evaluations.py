@@ -163,10 +163,26 @@ def test_results_are_put_beside_the_checkpoints(tmp_path: Path, where: str) -> N
             assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
+@pytest.mark.parametrize("where", ["disk", "store"])
+def test_a_result_that_was_removed_is_read_anew(tmp_path: Path, where: str) -> None:
+    with in_memory() as address:
+        root = tmp_path if where == "disk" else address
+        if where == "disk":
+            _made(tmp_path)
+        before = Evaluated("step-00000001", "a" * 32, {"eval/a": 1.0}, 1, "", 1.0, 1.0)
+        of_training, of_evaluator = Evaluations(root), Evaluations(root)
+        of_evaluator.put(before)
+        assert of_training.all() == [before]
+        of_evaluator.forget(before)
+        assert of_training.all() == []
+        of_evaluator.put(replace(before, numbers={"eval/a": 2.0}))
+        assert of_training.all() == [replace(before, numbers={"eval/a": 2.0})]
+
+
 class _Full(Storage):
     """A disk that is full."""
 
-    def write(self, file: int, data: bytes | memoryview, offset: int) -> None:
+    def write(self, file: int, data: bytes | memoryview, offset: int) -> None:  # noqa: ARG002
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -484,7 +500,7 @@ def test_all_that_may_be_reported_can_be_read_back(order: Path, tmp_path: Path) 
     """A result that can't be read would be evaluated again for ever."""
     _made(tmp_path)
     names = ["\U0001f600" * 197 + f"{number:03}" for number in range(1000)]
-    lockstep.Evaluation().report({name: math.pi * 1e-300 for name in names})
+    lockstep.Evaluation().report(dict.fromkeys(names, math.pi * 1e-300))
     told = read_report(order)
     assert told is not None
     result = Evaluated("step-00000007", "a" * 32, told, 1, "", 1.0, 1.0)
@@ -552,8 +568,8 @@ def test_a_variable_that_leads_nowhere_is_named(tmp_path: Path, monkeypatch: pyt
 # Lines of metrics.jsonl.
 
 
-def _line(step: int, loss: float = 1.0) -> dict[str, Any]:
-    return evaluation_line(f"result-{step}", step=step, time=5.0, numbers={"eval/loss": loss})
+def _line(step: int, loss: float = 1.0, time: float = 5.0) -> dict[str, Any]:
+    return evaluation_line(f"result-{step}", step=step, time=time, numbers={"eval/loss": loss})
 
 
 def _told(path: Path) -> list[tuple[int, str | None]]:
@@ -575,7 +591,7 @@ def test_lines_of_results_are_added_once_where_no_log_is_open(tmp_path: Path) ->
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     log = LogFile(path, after=9)
     log.append({"step": 4})
-    assert log.evaluations == {"result-2"}
+    assert log.evaluations == {("result-2", 5.0)}
     log.close()
     with path.open("a") as file:
         file.write('{"step": 5, "lo')
@@ -596,11 +612,25 @@ def test_a_resumed_log_knows_which_lines_of_results_it_has(tmp_path: Path) -> No
         log.append(line)
     log.close()
     log = LogFile(path, after=5)
-    assert log.evaluations == {"result-1"}
+    assert log.evaluations == {("result-1", 5.0)}
     log.append(_line(2))
-    assert log.evaluations == {"result-1", "result-2"}
+    assert log.evaluations == {("result-1", 5.0), ("result-2", 5.0)}
     log.close()
     assert _told(path) == [(1, None), (1, "result-1"), (4, None), (2, "result-2")]
+
+
+@pytest.mark.parametrize("logs", [True, False])
+def test_a_checkpoint_that_is_evaluated_anew_has_a_line_of_its_own(tmp_path: Path, logs: bool) -> None:
+    """Its result has the name of the one before. Where a log has written the file, the line before stays."""
+    path = tmp_path / "metrics.jsonl"
+    if logs:
+        log = LogFile(path, after=None)
+        log.append({"step": 2})
+        log.close()
+    for line in (_line(2), _line(2), _line(2, loss=3.0, time=7.0), _line(2, loss=3.0, time=7.0)):
+        add_lines(path, [line])
+    losses = [line["eval/loss"] for line in map(json.loads, path.read_text().splitlines()) if "evaluation" in line]
+    assert losses == ([1.0, 3.0] if logs else [3.0])
 
 
 def test_lines_that_are_void_go_where_there_is_nothing_but_results(tmp_path: Path) -> None:

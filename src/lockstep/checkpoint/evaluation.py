@@ -26,8 +26,8 @@ from lockstep.checkpoint.weights import LoadedWeights, into, refuse_targets
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.identity import Identity
 
-#: The most numbers that are reported of one checkpoint, and the most characters of a name: all of them fit into a result
-#: (``_MAX_BYTES`` of evaluations.py), which is no result if it can't be read back.
+#: The most numbers that are reported of one checkpoint, and the most characters of a name: all of them fit into a
+#: result (``_MAX_BYTES`` of evaluations.py), which is no result if it can't be read back.
 _MOST = 1000
 _MOST_CHARACTERS = 200
 

@@ -42,8 +42,8 @@ PREFIX = "eval/"
 TRIES = 3
 
 _FORMAT = 1
-#: The bytes of the largest file. A thousand numbers with names of 200 characters, each of which may take twelve as JSON,
-#: are less.
+#: The bytes of the largest file. A thousand numbers with names of 200 characters, each of which may take twelve as
+#: JSON, are less.
 _MAX_BYTES = 4 * 2**20
 _NAME = re.compile(r"(step-\d{8,18}(?:-r\d{1,9})?)-([0-9a-f]{32})\.json")
 
@@ -133,7 +133,7 @@ class Evaluations:
         #: The path of their folder.
         self.path = root / FOLDER
         self._files: _Files = _InStore(self.path) if isinstance(self.path, StorePath) else _OnDisk(Path(self.path), on)
-        #: Name -> what was read, of files that are not written again.
+        #: Name -> what was read, of files that are not written again unless somebody removes them.
         self._final: dict[str, Evaluated] = {}
 
     def exists(self) -> bool:
@@ -142,7 +142,10 @@ class Evaluations:
 
     def all(self) -> list[Evaluated]:
         """Return the results that are there, in order of their steps. Files of others are left alone."""
-        found = [self._one(name) for name in self._files.names() if _NAME.fullmatch(name)]
+        names = [name for name in self._files.names() if _NAME.fullmatch(name)]
+        # One that was removed may come again with other numbers, from an evaluation that was begun anew.
+        self._final = {name: self._final[name] for name in names if name in self._final}
+        found = [self._one(name) for name in names]
         return sorted((each for each in found if each is not None), key=_age)
 
     def of(self, checkpoints: set[str]) -> list[Evaluated]:

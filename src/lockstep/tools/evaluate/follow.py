@@ -151,8 +151,8 @@ def evaluate(asked: EvaluateOptions, tell: Telling) -> EvaluationTally:
             if folder.exists():
                 raise
             raise CheckpointError(
-                f"{folder.path} was moved or removed meanwhile: give its new path, and the checkpoints without a result "
-                "are evaluated"
+                f"{folder.path} was moved or removed meanwhile: give its new path, and the checkpoints without a "
+                "result are evaluated"
             ) from error
         finally:
             evaluator.tidy()
@@ -179,8 +179,8 @@ def _wait_for_folder(folder: RunFolder, asked: EvaluateOptions, tell: Telling) -
 
 def _none_there(folder: RunFolder) -> CheckpointError:
     return CheckpointError(
-        f"{folder.path} has no checkpoint: give the folder that the run gives to its Checkpointer, or --follow if it has "
-        "not saved yet"
+        f"{folder.path} has no checkpoint: give the folder that the run gives to its Checkpointer, or --follow if it "
+        "has not saved yet"
     )
 
 

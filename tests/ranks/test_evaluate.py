@@ -94,6 +94,8 @@ if how == "fail":
     print("this is what it says")
     sys.exit(3)
 hold("before")
+if how == "owns":
+    lockstep.Checkpointer(evaluation.folder.parent, model=lockstep.replicate(nn.Linear(4, 2))).restore()
 if how == "calm":
     hold(how)
     try:
@@ -433,6 +435,19 @@ def test_a_log_that_can_not_be_written_ends_no_evaluations(folder: Path, how: st
     assert (done.code, _results(folder)) == (0, [5, 10])
     assert done.err.count("metrics.jsonl was not written: ") == 1
     assert "the results are in " in done.err
+
+
+def test_a_script_may_not_own_the_run_that_it_evaluates(folder: Path) -> None:
+    """What it saves would be evaluated in its turn, and what training has saved be removed."""
+    _train(folder, epochs=2)
+    (folder / "link").symlink_to(folder / "runs/x")
+    (folder / "how").write_text("owns")
+    done = _evaluate(folder, "--json", root="link")
+    assert done.code == 1, done
+    told = [holds(line, "lockstep.evaluate/1") for line in done.out.splitlines()]
+    assert Counter(each["step"] for each in told) == {5: 3, 10: 3}
+    assert "is the run of which this script evaluates step-000000" in Path(told[0]["log"]).read_text()
+    assert sorted(path.name for path in (folder / "runs/x").glob("step-*")) == ["step-00000005", "step-00000010"]
 
 
 def test_a_run_that_is_moved_meanwhile_is_named(folder: Path) -> None:

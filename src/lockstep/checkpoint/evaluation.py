@@ -21,7 +21,7 @@ from lockstep.checkpoint import folders
 from lockstep.checkpoint.evaluations import PREFIX, is_identity
 from lockstep.checkpoint.locks import CheckpointGone
 from lockstep.checkpoint.read import newest_complete, read_manifest, read_model_unheld
-from lockstep.checkpoint.run_folder import run_folder
+from lockstep.checkpoint.run_folder import RunFolder, run_folder
 from lockstep.checkpoint.weights import LoadedWeights, into, refuse_targets
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.identity import Identity
@@ -179,6 +179,27 @@ class Evaluation:
             return
         told = {name: None if math.isnan(value) else value for name, value in self._numbers.items()}
         write_whole(self._order.report, json.dumps(told, allow_nan=False))
+
+
+def refuse_evaluated_run(folder: RunFolder) -> None:
+    """Refuse to own the folder of the run whose checkpoint this process evaluates.
+
+    Its saves would be evaluated in their turn, without end, and its rule would remove the run's checkpoints; a training
+    that is started meanwhile would find that the folder belongs to another job.
+
+    Raises:
+        CheckpointError: it is that folder.
+        LockstepError: what ``lockstep evaluate`` has told this process can't be read.
+    """
+    path = knobs.evaluation()
+    if path is None:
+        return
+    checkpoint = run_path(EvaluationOrder.read(path).checkpoint, "checkpoint")
+    if folder.resolved().path == run_folder(checkpoint.parent).resolved().path:
+        raise CheckpointError(
+            f"{folder.path} is the run of which this script evaluates {checkpoint.name}, and only its training may own "
+            "it: load weights with lockstep.Evaluation().load(model), and give a Checkpointer another folder"
+        )
 
 
 def read_report(path: str | PurePath) -> dict[str, float] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -93,6 +94,14 @@ if how == "fail":
     print("this is what it says")
     sys.exit(3)
 hold("before")
+if how == "owns":
+    lockstep.Checkpointer(evaluation.folder.parent, model=lockstep.replicate(nn.Linear(4, 2))).restore()
+if how == "calm":
+    hold(how)
+    try:
+        evaluation.load(nn.Linear(4, 2))
+    except lockstep.CheckpointError:
+        sys.exit(0)
 model = nn.Linear(4, 2)
 evaluation.load(model)
 hold("after")
@@ -226,6 +235,11 @@ def test_what_a_resumed_run_takes_again_is_void(folder: Path) -> None:
     assert _evaluated(folder) == _scores(folder, 5, 10, 15) != first
     assert _started(folder) == {5: 1, 10: 2, 15: 2}
     assert len(Evaluations(folder / "runs/x").all()) == 5, "the void ones are kept beside"
+    before = [line["step"] for line in _lines(folder) if "evaluation" in line]
+    shutil.rmtree(folder / "runs/x/evaluations")
+    done = _evaluate(folder)
+    assert done.code == 0, done
+    assert [line["step"] for line in _lines(folder) if "evaluation" in line] == [*before, 15, 10, 5], "evaluated anew"
 
 
 def test_a_result_that_comes_after_its_run_was_resumed_is_void(folder: Path) -> None:
@@ -247,9 +261,11 @@ def test_a_result_that_comes_after_its_run_was_resumed_is_void(folder: Path) -> 
     assert len([each for each in Evaluations(folder / "runs/x").all() if each.step == 15]) == 2
 
 
-def test_a_checkpoint_that_is_removed_meanwhile_is_said_in_a_line(folder: Path) -> None:
+@pytest.mark.parametrize("where", ["before", "calm"])
+def test_a_checkpoint_that_is_removed_meanwhile_is_said_in_a_line(folder: Path, where: str) -> None:
+    """Also if the script has caught the error and ended without one."""
     _train(folder)
-    _held(folder, "before")
+    _held(folder, where)
     with _begin(folder, "--json") as evaluator:
         _wait_until_held(folder, 15)
         root = run_folder(folder / "runs/x")
@@ -280,7 +296,9 @@ def test_a_script_that_fails_is_tried_three_times_and_named(folder: Path) -> Non
     assert "this is what it says" in Path(told[2]["log"]).read_text()
     assert "step 5: it ended with exit code 3 (try 3 of 3, the last one); what it printed is in " in done.err
     assert "1 failed (step 5)" in done.err
-    assert _evaluate(folder).code == 0
+    done = _evaluate(folder)
+    assert done.code == 0, done
+    assert "nothing was left to evaluate, 1 failed before (step 5). A checkpoint is tried 3 times; once" in done.err
     assert _started(folder) == {5: 3}, "a marked one is left alone"
     (folder / "how").write_text("silent")
     done = _evaluate(folder, "--retry-failed")
@@ -390,10 +408,59 @@ def test_a_run_that_does_not_come_is_waited_for_and_named(folder: Path) -> None:
     _train(folder, epochs=1)
     done = _evaluate(folder, root="runs/x/step-00000005")
     assert (done.code, "is a checkpoint: give the folder of its run" in done.err) == (2, True)
+    done = run(["lockstep", "evaluate", "runs/x", "--follow", "eval.py"], folder, torch=True)
+    assert (done.code, "--follow stands after FOLDER: expected PROGRAM there" in done.err) == (2, True)
     done = run(["lockstep", "evaluate", "runs/x", "nowhere.py"], folder, torch=True)
     assert (done.code, "nowhere.py" in done.err) == (2, True)
     done = _evaluate(folder, "--cores", "x")
     assert (done.code, "--cores x: expected numbers and ranges of cores" in done.err) == (2, True)
+
+
+def test_a_folder_without_checkpoints_is_named(folder: Path) -> None:
+    _train(folder, epochs=1)
+    for options in ((), ("--follow", "--patience", "0.3")):
+        done = _evaluate(folder, *options, root="runs")
+        assert (done.code, f"{folder}/runs has no checkpoint: give the folder that the run" in done.err) == (2, True)
+        if not options:
+            assert not (folder / "runs/evaluations").exists(), "nothing is left where no run is"
+
+
+@pytest.mark.parametrize("how", ["nowhere", "folder"])
+def test_a_log_that_can_not_be_written_ends_no_evaluations(folder: Path, how: str) -> None:
+    _train(folder, epochs=2)
+    if how == "folder":
+        (folder / "runs/x/metrics.jsonl").unlink()
+        (folder / "runs/x/metrics.jsonl").mkdir()
+    done = _evaluate(folder, *(["--metrics", "nowhere/metrics.jsonl"] if how == "nowhere" else []))
+    assert (done.code, _results(folder)) == (0, [5, 10])
+    assert done.err.count("metrics.jsonl was not written: ") == 1
+    assert "the results are in " in done.err
+
+
+def test_a_script_may_not_own_the_run_that_it_evaluates(folder: Path) -> None:
+    """What it saves would be evaluated in its turn, and what training has saved be removed."""
+    _train(folder, epochs=2)
+    (folder / "link").symlink_to(folder / "runs/x")
+    (folder / "how").write_text("owns")
+    done = _evaluate(folder, "--json", root="link")
+    assert done.code == 1, done
+    told = [holds(line, "lockstep.evaluate/1") for line in done.out.splitlines()]
+    assert Counter(each["step"] for each in told) == {5: 3, 10: 3}
+    assert "is the run of which this script evaluates step-000000" in Path(told[0]["log"]).read_text()
+    assert sorted(path.name for path in (folder / "runs/x").glob("step-*")) == ["step-00000005", "step-00000010"]
+
+
+def test_a_run_that_is_moved_meanwhile_is_named(folder: Path) -> None:
+    _train(folder, epochs=1)
+    _held(folder, "after")
+    with _begin(folder) as evaluator:
+        _wait_until_held(folder, 5)
+        (folder / "runs/x").rename(folder / "runs/y")
+        _let_go(folder)
+        done = evaluator.finish()
+    assert (done.code, "runs/x was moved or removed meanwhile: give its new path" in done.err) == (2, True)
+    done = _evaluate(folder, root="runs/y")
+    assert (done.code, "1 checkpoint evaluated" in done.err) == (0, True)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -33,10 +34,12 @@ from lockstep.checkpoint.read import read_manifest, read_model_unheld
 from lockstep.checkpoint.retention import Retention, prune
 from lockstep.checkpoint.run_folder import run_folder
 from lockstep.checkpoint.state import Moment
+from lockstep.checkpoint.storage import Storage
 from lockstep.errors import CheckpointCorrupt, LockstepError
 from lockstep.launch.spec import Program
 from lockstep.metrics.file import LogFile, add_lines, evaluation_line
 from lockstep.metrics.sinks import Sink
+from lockstep.tools.evaluate.attempt import EvaluationAttempt, EvaluationEnd
 from lockstep.tools.evaluate.choice import Candidate, left_out, next_one
 from lockstep.tools.evaluate.follow import EvaluateOptions, Telling, evaluate
 from tests.checkpoints import State, save
@@ -129,8 +132,9 @@ def test_what_is_no_result_is_left_alone(tmp_path: Path) -> None:
         assert evaluations.all() == []
     (made / name).unlink()
     (made / name).symlink_to("/etc/passwd")
-    with pytest.raises(OSError, match="link"):
+    with pytest.raises(OSError, match="link") as failed:
         evaluations.all()
+    assert failed.value.filename == str(made / name)
 
 
 @pytest.mark.parametrize("where", ["disk", "store"])
@@ -157,6 +161,38 @@ def test_results_are_put_beside_the_checkpoints(tmp_path: Path, where: str) -> N
             (file,) = (tmp_path / "evaluations").iterdir()
             assert file.name == f"{first.name}.json"
             assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("where", ["disk", "store"])
+def test_a_result_that_was_removed_is_read_anew(tmp_path: Path, where: str) -> None:
+    with in_memory() as address:
+        root = tmp_path if where == "disk" else address
+        if where == "disk":
+            _made(tmp_path)
+        before = Evaluated("step-00000001", "a" * 32, {"eval/a": 1.0}, 1, "", 1.0, 1.0)
+        of_training, of_evaluator = Evaluations(root), Evaluations(root)
+        of_evaluator.put(before)
+        assert of_training.all() == [before]
+        of_evaluator.forget(before)
+        assert of_training.all() == []
+        of_evaluator.put(replace(before, numbers={"eval/a": 2.0}))
+        assert of_training.all() == [replace(before, numbers={"eval/a": 2.0})]
+
+
+class _Full(Storage):
+    """A disk that is full."""
+
+    def write(self, file: int, data: bytes | memoryview, offset: int) -> None:  # noqa: ARG002
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_result_that_can_not_be_written_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    made = _made(tmp_path)
+    result = Evaluated("step-00000001", "a" * 32, {"eval/a": 1.0}, 1, "", 1.0, 1.0)
+    with pytest.raises(OSError, match="No space left") as failed:
+        Evaluations(tmp_path, _Full()).put(result)
+    assert failed.value.filename == str(made / f"{result.name}.json")
+    assert os.listdir(made) == []
 
 
 @pytest.mark.parametrize("where", ["disk", "store"])
@@ -287,6 +323,9 @@ def test_a_store_is_asked_for_results_once_in_some_seconds(monkeypatch: pytest.M
         assert lineage.results() == [], "it was asked a moment ago"
         monkeypatch.setattr(lineage, "_next_look", 0.0)
         assert _counted(lineage) == ["step-00000005"]
+        assert _counted(lineage) == ["step-00000005"], "a second log of the run is told the same"
+        lineage.begin()
+        assert lineage.results() == [], "what it has found was of another run"
 
 
 def test_an_owner_in_a_store_that_gives_no_sign_of_life_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,6 +359,33 @@ def test_an_owner_in_a_store_that_gives_no_sign_of_life_counts_as_none(monkeypat
         alive.join()
         assert 1.8 < time.monotonic() - begun < 120
         assert [words for words in heard if "no job trains in" in words]
+
+
+def test_another_checkpoint_of_the_same_name_in_a_store_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    with in_memory() as address:
+        root = address / "run"
+        folder, manifest = _save(root, 5)
+        evaluations, lineage = Evaluations(root), Lineage(root)
+        evaluations.put(_evaluated(folder, manifest, loss=1.0))
+        lineage.add(folder, manifest)
+        seen: list[str] = []
+
+        def between_looks(_root: PurePath) -> float:
+            if not seen:
+                run_folder(root).remove(folder.name)
+                lineage.begin()
+                lineage.add(*_save(root, 5, 0.5))
+            return 0.01
+
+        def attempted(_program: Program, _checkpoint: PurePath, digest: str, **_: Any) -> EvaluationAttempt:
+            seen.append(digest)
+            return EvaluationAttempt(EvaluationEnd.DONE, {"eval/loss": 2.0}, "", 1.0, 0)
+
+        monkeypatch.setattr("lockstep.tools.evaluate.follow._pause", between_looks)
+        monkeypatch.setattr("lockstep.tools.evaluate.follow.attempt", attempted)
+        tell = Telling(lambda _: None, lambda _: None, lambda _step, _seconds: None)
+        evaluate(EvaluateOptions(Program(__file__), root, follows=True, patience=0.5), tell)
+        assert seen == [read_manifest(folder).identity] != [manifest.identity]
 
 
 # What is kept.
@@ -409,6 +475,9 @@ def test_a_script_loads_the_checkpoint_and_reports(order: Path) -> None:
         ({"": 1.0}, TypeError, "'' is the name of a number"),
         ({3: 1.0}, TypeError, "3 is the name of a number"),
         ({str(number): 1.0 for number in range(1000)}, ValueError, "1001 numbers of step 7, at most 1000"),
+        ({"n" * 201: 1.0}, ValueError, "nnn is the name of a number: expected at most 200 printable characters"),
+        ({"two\nlines": 1.0}, ValueError, r"'two\\nlines' is the name of a number: expected at most 200 printable"),
+        ({"\ud800": 1.0}, ValueError, r"'\\ud800' is the name of a number: expected at most 200 printable"),
     ],
 )
 def test_what_is_no_number_is_refused_by_name(order: Path, numbers: Any, kind: type[Exception], words: str) -> None:
@@ -416,6 +485,28 @@ def test_what_is_no_number_is_refused_by_name(order: Path, numbers: Any, kind: t
     with pytest.raises(kind, match=words):
         evaluation.report({"fine": 1.0, **numbers})
     assert read_report(order) is None
+
+
+def test_what_several_evaluations_of_a_script_report_is_one_report(order: Path) -> None:
+    lockstep.Evaluation().report(acc=0.5, loss=2.0)
+    lockstep.Evaluation().report(acc=0.75)
+    assert read_report(order) == {"eval/acc": 0.75, "eval/loss": 2.0}
+    with pytest.raises(ValueError, match="1002 numbers of step 7, at most 1000"):
+        lockstep.Evaluation().report({str(number): 1.0 for number in range(1000)})
+    assert read_report(order) == {"eval/acc": 0.75, "eval/loss": 2.0}
+
+
+def test_all_that_may_be_reported_can_be_read_back(order: Path, tmp_path: Path) -> None:
+    """A result that can't be read would be evaluated again for ever."""
+    _made(tmp_path)
+    names = ["\U0001f600" * 197 + f"{number:03}" for number in range(1000)]
+    lockstep.Evaluation().report(dict.fromkeys(names, math.pi * 1e-300))
+    told = read_report(order)
+    assert told is not None
+    result = Evaluated("step-00000007", "a" * 32, told, 1, "", 1.0, 1.0)
+    Evaluations(tmp_path).put(result)
+    assert len(told) == 1000
+    assert Evaluations(tmp_path).all() == [result]
 
 
 def test_a_checkpoint_that_goes_is_an_error_that_says_so(order: Path) -> None:
@@ -477,8 +568,8 @@ def test_a_variable_that_leads_nowhere_is_named(tmp_path: Path, monkeypatch: pyt
 # Lines of metrics.jsonl.
 
 
-def _line(step: int, loss: float = 1.0) -> dict[str, Any]:
-    return evaluation_line(f"result-{step}", step=step, time=5.0, numbers={"eval/loss": loss})
+def _line(step: int, loss: float = 1.0, time: float = 5.0) -> dict[str, Any]:
+    return evaluation_line(f"result-{step}", step=step, time=time, numbers={"eval/loss": loss})
 
 
 def _told(path: Path) -> list[tuple[int, str | None]]:
@@ -500,7 +591,7 @@ def test_lines_of_results_are_added_once_where_no_log_is_open(tmp_path: Path) ->
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     log = LogFile(path, after=9)
     log.append({"step": 4})
-    assert log.evaluations == {"result-2"}
+    assert log.evaluations == {("result-2", 5.0)}
     log.close()
     with path.open("a") as file:
         file.write('{"step": 5, "lo')
@@ -521,11 +612,25 @@ def test_a_resumed_log_knows_which_lines_of_results_it_has(tmp_path: Path) -> No
         log.append(line)
     log.close()
     log = LogFile(path, after=5)
-    assert log.evaluations == {"result-1"}
+    assert log.evaluations == {("result-1", 5.0)}
     log.append(_line(2))
-    assert log.evaluations == {"result-1", "result-2"}
+    assert log.evaluations == {("result-1", 5.0), ("result-2", 5.0)}
     log.close()
     assert _told(path) == [(1, None), (1, "result-1"), (4, None), (2, "result-2")]
+
+
+@pytest.mark.parametrize("logs", [True, False])
+def test_a_checkpoint_that_is_evaluated_anew_has_a_line_of_its_own(tmp_path: Path, logs: bool) -> None:
+    """Its result has the name of the one before. Where a log has written the file, the line before stays."""
+    path = tmp_path / "metrics.jsonl"
+    if logs:
+        log = LogFile(path, after=None)
+        log.append({"step": 2})
+        log.close()
+    for line in (_line(2), _line(2), _line(2, loss=3.0, time=7.0), _line(2, loss=3.0, time=7.0)):
+        add_lines(path, [line])
+    losses = [line["eval/loss"] for line in map(json.loads, path.read_text().splitlines()) if "evaluation" in line]
+    assert losses == ([1.0, 3.0] if logs else [3.0])
 
 
 def test_lines_that_are_void_go_where_there_is_nothing_but_results(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from lockstep._files import run_path
 from lockstep.checkpoint.aside import Settle
 from lockstep.checkpoint.background import Background
 from lockstep.checkpoint.boundary import StepBoundary
+from lockstep.checkpoint.evaluation import refuse_evaluated_run
 from lockstep.checkpoint.evaluations import Evaluated
 from lockstep.checkpoint.finite import NOTHING_MEANT
 from lockstep.checkpoint.lineage import Lineage
@@ -189,6 +190,7 @@ class Checkpointer:
         if not self._world.is_main:
             return None, (None, "")
         folder = run_folder(self.folder, self._storage)
+        refuse_evaluated_run(folder)
         owner = folder.prepare()
         hold = folder.hold()
         return hold, (owner, hold.token)

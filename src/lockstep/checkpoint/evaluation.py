@@ -21,13 +21,15 @@ from lockstep.checkpoint import folders
 from lockstep.checkpoint.evaluations import PREFIX, is_identity
 from lockstep.checkpoint.locks import CheckpointGone
 from lockstep.checkpoint.read import newest_complete, read_manifest, read_model_unheld
-from lockstep.checkpoint.run_folder import run_folder
+from lockstep.checkpoint.run_folder import RunFolder, run_folder
 from lockstep.checkpoint.weights import LoadedWeights, into, refuse_targets
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.identity import Identity
 
-#: The most numbers that are reported of one checkpoint.
+#: The most numbers that are reported of one checkpoint, and the most characters of a name: all of them fit into a
+#: result (``_MAX_BYTES`` of evaluations.py), which is no result if it can't be read back.
 _MOST = 1000
+_MOST_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ class Evaluation:
         """Report numbers of the checkpoint; those of rank 0 count, so give means over all ranks (``world.mean``).
 
         They are in ``metrics.jsonl`` under these names with ``eval/`` before them, once the script has ended without an
-        error. A later report adds to the one before; a name that is reported again has the later number.
+        error. A later report adds to the one before, also of another Evaluation in the script; a name that is reported
+        again has the later number.
 
         Args:
             numbers: numbers by name, for names that are not identifiers (``{"top/5": top5}``).
@@ -154,18 +157,21 @@ class Evaluation:
                 device. NaN is kept as such, and is never the best.
 
         Raises:
-            TypeError, ValueError: a name is empty or not a text, or a value is no number, or infinite; or there are
-                more than 1000. Nothing of this call is reported then.
+            TypeError, ValueError: a name is empty, not a text, not printable or longer than 200 characters; or a value
+                is no number, or infinite; or there are more than 1000. Nothing of this call is reported then.
         """
         given = {**(numbers or {}), **named}
         read = {_name(name): _number(name, value) for name, value in given.items()}
+        is_main = Identity.from_environment().rank == 0
+        if is_main and self._order is not None:  # what another Evaluation has reported, which is in the same file
+            self._numbers = (read_report(self._order.report) or {}) | self._numbers
         if len(self._numbers | read) > _MOST:
             raise ValueError(
                 f"Evaluation.report(): {len(self._numbers | read)} numbers of step {self.step}, at most {_MOST} are "
                 "kept: report means"
             )
         self._numbers |= read
-        if Identity.from_environment().rank != 0:
+        if not is_main:
             return
         if self._order is None:
             words = ", ".join(f"{name} {value:g}" for name, value in read.items())
@@ -173,6 +179,27 @@ class Evaluation:
             return
         told = {name: None if math.isnan(value) else value for name, value in self._numbers.items()}
         write_whole(self._order.report, json.dumps(told, allow_nan=False))
+
+
+def refuse_evaluated_run(folder: RunFolder) -> None:
+    """Refuse to own the folder of the run whose checkpoint this process evaluates.
+
+    Its saves would be evaluated in their turn, without end, and its rule would remove the run's checkpoints; a training
+    that is started meanwhile would find that the folder belongs to another job.
+
+    Raises:
+        CheckpointError: it is that folder.
+        LockstepError: what ``lockstep evaluate`` has told this process can't be read.
+    """
+    path = knobs.evaluation()
+    if path is None:
+        return
+    checkpoint = run_path(EvaluationOrder.read(path).checkpoint, "checkpoint")
+    if folder.resolved().path == run_folder(checkpoint.parent).resolved().path:
+        raise CheckpointError(
+            f"{folder.path} is the run of which this script evaluates {checkpoint.name}, and only its training may own "
+            "it: load weights with lockstep.Evaluation().load(model), and give a Checkpointer another folder"
+        )
 
 
 def read_report(path: str | PurePath) -> dict[str, float] | None:
@@ -201,6 +228,11 @@ def _newest(path: PurePath) -> PurePath:
 def _name(name: Any) -> str:
     if not isinstance(name, str) or not name:
         raise TypeError(f"Evaluation.report(): {name!r} is the name of a number: expected a text that is not empty")
+    if len(name) > _MOST_CHARACTERS or not name.isprintable():
+        raise ValueError(
+            f"Evaluation.report(): {ascii(name)[:60]} is the name of a number: expected at most "
+            f"{_MOST_CHARACTERS} printable characters"
+        )
     return name if name.startswith(PREFIX) else f"{PREFIX}{name}"
 
 

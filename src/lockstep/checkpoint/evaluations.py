@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 from lockstep._files import StorePath
 from lockstep.checkpoint import folders
+from lockstep.checkpoint.disk_folder import named
 from lockstep.checkpoint.encoding import DIGEST
 from lockstep.checkpoint.object_store import ObjectStore
 from lockstep.checkpoint.storage import POSIX, Storage
@@ -41,7 +42,9 @@ PREFIX = "eval/"
 TRIES = 3
 
 _FORMAT = 1
-_MAX_BYTES = 2**20
+#: The bytes of the largest file. A thousand numbers with names of 200 characters, each of which may take twelve as
+#: JSON, are less.
+_MAX_BYTES = 4 * 2**20
 _NAME = re.compile(r"(step-\d{8,18}(?:-r\d{1,9})?)-([0-9a-f]{32})\.json")
 
 
@@ -130,7 +133,7 @@ class Evaluations:
         #: The path of their folder.
         self.path = root / FOLDER
         self._files: _Files = _InStore(self.path) if isinstance(self.path, StorePath) else _OnDisk(Path(self.path), on)
-        #: Name -> what was read, of files that are not written again.
+        #: Name -> what was read, of files that are not written again unless somebody removes them.
         self._final: dict[str, Evaluated] = {}
 
     def exists(self) -> bool:
@@ -139,7 +142,10 @@ class Evaluations:
 
     def all(self) -> list[Evaluated]:
         """Return the results that are there, in order of their steps. Files of others are left alone."""
-        found = [self._one(name) for name in self._files.names() if _NAME.fullmatch(name)]
+        names = [name for name in self._files.names() if _NAME.fullmatch(name)]
+        # One that was removed may come again with other numbers, from an evaluation that was begun anew.
+        self._final = {name: self._final[name] for name in names if name in self._final}
+        found = [self._one(name) for name in names]
         return sorted((each for each in found if each is not None), key=_age)
 
     def of(self, checkpoints: set[str]) -> list[Evaluated]:
@@ -210,14 +216,16 @@ class _OnDisk:
         except FileNotFoundError:
             return None
         try:
-            file = self._on.open(folder, name)
+            with named(self._path / name):
+                file = self._on.open(folder, name)
         except FileNotFoundError:
             return None
         finally:
             self._on.close(folder)
         try:
-            content = bytearray(min(self._on.size(file), _MAX_BYTES))
-            return bytes(content[: self._on.read(file, memoryview(content), 0)])
+            with named(self._path / name):
+                content = bytearray(min(self._on.size(file), _MAX_BYTES))
+                return bytes(content[: self._on.read(file, memoryview(content), 0)])
         finally:
             self._on.close(file)
 
@@ -225,12 +233,13 @@ class _OnDisk:
         temporary = f".{name}.{secrets.token_hex(8)}"
         folder = self._on.open_folder(self._path)
         try:
-            file = self._on.create(folder, temporary)
-            try:
-                self._on.write(file, content, 0)
-                self._on.sync(file)
-            finally:
-                self._on.close(file)
+            with named(self._path / name):  # the user does not know the temporary name
+                file = self._on.create(folder, temporary)
+                try:
+                    self._on.write(file, content, 0)
+                    self._on.sync(file)
+                finally:
+                    self._on.close(file)
             self._on.rename(self._path / temporary, self._path / name)
             self._on.sync(folder)
         except BaseException:

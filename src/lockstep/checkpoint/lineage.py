@@ -85,8 +85,9 @@ class Lineage:
         self._resumed_from = (-1, 0)
         #: The results that were looked up in the folder, by name, and whether they count.
         self._looked_up: dict[str, bool] = {}
-        #: The time before which a store is not asked again.
+        #: The time before which a store is not asked again, and what it has answered.
         self._next_look = 0.0
+        self._found: list[Evaluated] = []
         #: A save in the background adds to the list while the loop logs.
         self._lock = threading.Lock()
 
@@ -94,12 +95,14 @@ class Lineage:
         """Note that the run begins, with no checkpoint to resume from."""
         with self._lock:
             self._known, self._resumed_from, self._looked_up, self._ended = {}, (-1, 0), {}, False
+            self._found = []
             self._write()
 
     def resume_from(self, folder: PurePath, manifest: Manifest) -> None:
         """Drop what is newer than a checkpoint from which the run resumes."""
         with self._lock:
             self._resumed_from, self._looked_up, self._ended = folders.age(folder), {}, False
+            self._found = []
             try:
                 told = LineageRecord.from_json(self.evaluations.read(FILE))
             except (OSError, CheckpointError) as error:
@@ -127,15 +130,17 @@ class Lineage:
     def results(self) -> list[Evaluated]:
         """Return the numbers that were found of this run's checkpoints so far, in order of their steps.
 
-        In a store it looks once in some seconds, and returns none in between.
+        In a store it looks once in some seconds, and in between returns what it has found then: several logs may ask.
         """
         with self._lock:
             if isinstance(self._root, StorePath):  # each look is a request, which a log at its line waits for
                 if time.monotonic() < self._next_look:
-                    return []
+                    return self._found
                 self._next_look = time.monotonic() + knobs.times().evaluate_look_in_store
             try:
-                return [each for each in self.evaluations.all() if each.numbers is not None and self._counts(each)]
+                there = self.evaluations.all()
+                self._found = [each for each in there if each.numbers is not None and self._counts(each)]
+                return self._found
             except (OSError, CheckpointError) as error:
                 self._warn(error)
                 return []

@@ -100,6 +100,8 @@ def evaluate(
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup
             signal.signal(signum, _leave)
     with errors(ValueError, in_lines=True):
+        if program.startswith("-") and program != "-":
+            raise ValueError(f"{program} stands after FOLDER: expected PROGRAM there; options come before FOLDER")
         asked = following.EvaluateOptions(
             Program.read(program, args, is_module),
             folder if not isinstance(folder, Path) else folder.absolute(),

@@ -16,7 +16,8 @@ Note [Lines of evaluations]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 What ``lockstep evaluate`` finds of the checkpoint at step c comes when training is past c, so its line stands behind
 lines of greater steps. It names its result (``"evaluation"``), which lies beside the checkpoints. So a line that a
-resumed run has cut off, though its step is at most c, is taken from there again, and none is taken twice.
+resumed run has cut off, though its step is at most c, is taken from there again, and none is taken twice. A checkpoint
+that is evaluated anew (the results were removed) has a result of the same name and a later time, and a line of its own.
 
 Whoever holds the file's lock writes: a log as long as it is open, and where no job trains, the evaluator, for a moment
 (:func:`add_lines`). A log that begins in that moment waits for it.
@@ -55,8 +56,8 @@ class _KeptLines:
 
     #: The bytes up to the end of the last one.
     size: int = 0
-    #: The names of the results that are among them.
-    evaluations: frozenset[str] = frozenset()
+    #: The results that have a line among them (:func:`result_key`).
+    evaluations: frozenset[tuple[str, float]] = frozenset()
     #: True if all of them are of results.
     only_evaluations: bool = True
 
@@ -91,7 +92,7 @@ class LogFile:
             kept = _KeptLines() if after is None else _lines_to_keep(self._fd, path, after)
             #: The length of the file in bytes, up to the end of the last line.
             self._size = kept.size
-            #: The names of the results of evaluations that have a line.
+            #: The results of evaluations that have a line (:func:`result_key`).
             self.evaluations = set(kept.evaluations)
             os.ftruncate(self._fd, self._size)
         except BaseException:
@@ -102,7 +103,7 @@ class LogFile:
     def append(self, line: dict[str, Any]) -> None:
         """Write a line after those that could not be written before; :attr:`failure` tells if this fails."""
         if EVALUATION in line:
-            self.evaluations.add(line[EVALUATION])
+            self.evaluations.add(result_key(line[EVALUATION], line["time"]))
         self._waiting += json.dumps(line, allow_nan=False).encode() + b"\n"
         self.write()
 
@@ -185,7 +186,7 @@ def _taken(path: Path) -> LockstepError:
 def _lines_to_keep(fd: int, path: Path, after: float) -> _KeptLines:
     """Return the lines up to the first one of a step greater than ``after``; see Note [Lines that are void]."""
     end = 0
-    evaluations: set[str] = set()
+    evaluations: set[tuple[str, float]] = set()
     count = 0
     with open(fd, "rb", closefd=False) as file:  # (closing another descriptor of the file would release the lock)
         for number, line in enumerate(file, 1):
@@ -205,12 +206,22 @@ def _lines_to_keep(fd: int, path: Path, after: float) -> _KeptLines:
                 break
             end += len(line)
             count = number
-            if isinstance(told.get(EVALUATION), str):
-                evaluations.add(told[EVALUATION])
+            if isinstance(told.get(EVALUATION), str) and isinstance(told.get("time"), (int, float)):
+                evaluations.add(result_key(told[EVALUATION], told["time"]))
     return _KeptLines(end, frozenset(evaluations), len(evaluations) == count)
 
 
 # Lines of evaluations, where no log is open.
+
+
+def result_key(name: str, time: float) -> tuple[str, float]:
+    """Return what tells a result from all others, and from one that its checkpoint had before.
+
+    Args:
+        name: that of the result.
+        time: when the evaluation ended, in seconds since the epoch.
+    """
+    return name, round(time, 3)
 
 
 def evaluation_line(name: str, *, step: int, time: float, numbers: Mapping[str, float]) -> dict[str, Any]:
@@ -250,9 +261,10 @@ def add_lines(path: Path, lines: Sequence[dict[str, Any]]) -> int | None:
         if not _try_lock(fd):
             return None
         kept = _lines_to_keep(fd, path, math.inf)
-        if kept.only_evaluations and not kept.evaluations <= {line[EVALUATION] for line in lines}:
+        wanted = {result_key(line[EVALUATION], line["time"]): line for line in lines}
+        if kept.only_evaluations and not kept.evaluations <= wanted.keys():
             kept = _KeptLines()
-        new = [line for line in lines if line[EVALUATION] not in kept.evaluations]
+        new = [line for key, line in wanted.items() if key not in kept.evaluations]
         content = b"".join(json.dumps(line, allow_nan=False).encode() + b"\n" for line in new)
         os.ftruncate(fd, kept.size)
         written = 0

@@ -45,7 +45,7 @@ from lockstep.comm.world import World
 from lockstep.errors import LockstepError
 from lockstep.job import notes
 from lockstep.metrics import sinks as to
-from lockstep.metrics.file import EVALUATION, LogFile, evaluation_line
+from lockstep.metrics.file import EVALUATION, LogFile, evaluation_line, result_key
 from lockstep.metrics.series import Numbers, SeriesSummary, merged, readable
 from lockstep.step import slicing
 from lockstep.text import counted, listed, which_ranks
@@ -421,7 +421,7 @@ class Lines:
     def _write_evaluated(self, file: LogFile) -> None:
         """**Rank 0.** Write the lines of evaluations that are new. See Note [Lines of evaluations]."""
         for each in self._target.evaluated():
-            if each.numbers is None or each.name in file.evaluations:
+            if each.numbers is None or result_key(each.name, each.time) in file.evaluations:
                 continue
             file.append(evaluation_line(each.name, step=each.step, time=each.time, numbers=each.numbers))
             for sink in self._sinks or []:

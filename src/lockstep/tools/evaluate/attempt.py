@@ -80,14 +80,17 @@ def attempt(
     if code is None:
         why = f"it was stopped after {as_clock(limit)}, the limit of an evaluation (--limit)"
         return EvaluationAttempt(EvaluationEnd.LIMIT, None, why, seconds, None)
-    if code != 0 and os.path.exists(given.gone):
-        return EvaluationAttempt(EvaluationEnd.GONE, None, EvaluationEnd.GONE.value, seconds, code)
+    is_gone = os.path.exists(given.gone)
     if code != 0:
+        if is_gone:
+            return EvaluationAttempt(EvaluationEnd.GONE, None, EvaluationEnd.GONE.value, seconds, code)
         return EvaluationAttempt(EvaluationEnd.FAILED, None, _exit_words(code), seconds, code)
     try:
         numbers = read_report(report)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return EvaluationAttempt(EvaluationEnd.FAILED, None, f"its report can't be read: {error}", seconds, code)
+    if not numbers and is_gone:  # the script has seen it, and ended in peace
+        return EvaluationAttempt(EvaluationEnd.GONE, None, EvaluationEnd.GONE.value, seconds, code)
     if not numbers or not all(name.startswith(PREFIX) for name in numbers):
         why = "it ended without a report: the script has to call lockstep.Evaluation().report(…) on rank 0"
         return EvaluationAttempt(EvaluationEnd.FAILED, None, why, seconds, code)

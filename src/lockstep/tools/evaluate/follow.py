@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
 from lockstep import knobs
-from lockstep._files import StorePath, make_folders
+from lockstep._files import StorePath, describe, make_folders
 from lockstep.checkpoint import lineage
 from lockstep.checkpoint.evaluations import FOLDER, TRIES, Evaluated, Evaluations
 from lockstep.checkpoint.lineage import LineageRecord
@@ -101,12 +101,15 @@ class EvaluationTally:
     done: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
     missed: list[int] = field(default_factory=list)
+    #: Of those that are there at the end, the ones that had failed too often before this command.
+    marked: list[int] = field(default_factory=list)
 
     def describe(self) -> str:
         """Return it in a sentence."""
         if not (self.done or self.failed or self.missed):
-            return "nothing was left to evaluate"
-        words = [f"{counted(len(self.done), 'checkpoint')} evaluated"]
+            words = ["nothing was left to evaluate"]
+        else:
+            words = [f"{counted(len(self.done), 'checkpoint')} evaluated"]
         if self.failed:
             words.append(f"{len(self.failed)} failed ({numbered('step', self.failed, most=_STEPS)})")
         if self.missed:
@@ -114,6 +117,8 @@ class EvaluationTally:
                 f"{len(self.missed)} left out, removed before they could be evaluated "
                 f"({numbered('step', self.missed, most=_STEPS)})"
             )
+        if self.marked:
+            words.append(f"{len(self.marked)} failed before ({numbered('step', self.marked, most=_STEPS)})")
         return ", ".join(words)
 
 
@@ -142,6 +147,13 @@ def evaluate(asked: EvaluateOptions, tell: Telling) -> EvaluationTally:
         evaluator = _Evaluator(asked, folder, hold, tell)
         try:
             return evaluator.run()
+        except FileNotFoundError as error:
+            if folder.exists():
+                raise
+            raise CheckpointError(
+                f"{folder.path} was moved or removed meanwhile: give its new path, and the checkpoints without a "
+                "result are evaluated"
+            ) from error
         finally:
             evaluator.tidy()
 
@@ -161,6 +173,15 @@ def _wait_for_folder(folder: RunFolder, asked: EvaluateOptions, tell: Telling) -
         raise CheckpointError(f"{folder.path}: no such folder: give the folder that the run gives to its Checkpointer")
     if folder.is_checkpoint():
         raise CheckpointError(f"{folder.path} is a checkpoint: give the folder of its run, {folder.path.parent}")
+    if not asked.follows and not folder.checkpoints() and not Evaluations(folder.path).exists():
+        raise _none_there(folder)
+
+
+def _none_there(folder: RunFolder) -> CheckpointError:
+    return CheckpointError(
+        f"{folder.path} has no checkpoint: give the folder that the run gives to its Checkpointer, or --follow if it "
+        "has not saved yet"
+    )
 
 
 @contextmanager
@@ -222,8 +243,13 @@ class _Evaluator:
                 self._write_lines()
             elif goes_on:
                 time.sleep(_pause(self._asked.root))
+            elif not (self._seen or self._record().checkpoints or self._evaluations.all()):
+                raise _none_there(self._folder)
             else:
                 self._write_lines(last=True)
+                here = {Candidate(name, digest) for (name, _), digest in self._identities.items()} - self._told
+                marked = [each for each in self._evaluations.all() if each.numbers is None and each.is_final]
+                self._tally.marked = [each.step for each in marked if Candidate(each.checkpoint, each.digest) in here]
                 return self._tally
 
     def tidy(self) -> None:
@@ -265,8 +291,9 @@ class _Evaluator:
 
     def _look(self) -> Candidate | None:
         """Return the checkpoint to evaluate next, after a word on those that have gone."""
-        saved = {Candidate(*pair) for pair in self._record().checkpoints}
-        there = self._there()  # after the record, or what is saved in between would pass for removed
+        told = self._record().checkpoints
+        saved = {Candidate(*pair) for pair in told}
+        there = self._there(dict(told))  # after the record, or what is saved in between would pass for removed
         results = {(each.checkpoint, each.digest): each for each in self._evaluations.all()}
         self._seen |= there
         known = (self._seen | saved) - self._told
@@ -278,14 +305,21 @@ class _Evaluator:
             self._tell.outcome(EvaluationOutcome(each.name, each.digest, each.age[0], EvaluationEnd.LEFT_OUT))
         return choice.next_one(there, results)
 
-    def _there(self) -> set[Candidate]:
-        """Return the checkpoints in the run's folder; those whose manifest can't be read are said once."""
+    def _there(self, told: Mapping[str, str]) -> set[Candidate]:
+        """Return the checkpoints in the run's folder; those whose manifest can't be read are said once.
+
+        Args:
+            told: the identities that the run tells, by name. A manifest that was read is read again if they differ:
+                there is another checkpoint of that name, in a store or with the number that a removed folder had.
+        """
         found = set()
         identities = {}
         for path in self._folder.checkpoints():
             key = path.name, _number_of(path)
+            known = self._identities.get(key)
             try:
-                identities[key] = self._identities.get(key) or read_manifest_unheld(path).identity
+                if known is None or told.get(path.name, known) != known:
+                    known = read_manifest_unheld(path).identity
             except CheckpointGone:
                 continue
             except CheckpointCorrupt as error:
@@ -293,7 +327,8 @@ class _Evaluator:
                     self._damaged.add(path.name)
                     self._tell.say(f"{path.name} is left out: {error}")
                 continue
-            found.add(Candidate(path.name, identities[key]))
+            identities[key] = known
+            found.add(Candidate(path.name, known))
         self._identities = identities
         return found
 
@@ -370,8 +405,8 @@ class _Evaluator:
         try:
             done = add_lines(path, lines)
             words = "another process has it open, and takes the results if it is the run's log" if done is None else ""
-        except LockstepError as error:
-            words = str(error)
+        except (LockstepError, OSError) as error:  # the results are safe, and the other checkpoints are wanted as well
+            words = describe(error) if isinstance(error, OSError) else str(error)
         if words and last:
             self._tell.say(f"{path} was not written: {words}; the results are in {self._evaluations.path}")
 
@@ -408,7 +443,7 @@ def _new_folder(parent: Path, name: str) -> Path:
 def summary(tally: EvaluationTally, root: PurePath) -> str:
     """Return what came of a command in a sentence, with what to do about failures."""
     words = tally.describe()
-    if tally.failed:
+    if tally.failed or tally.marked:
         words += (
             f". A checkpoint is tried {TRIES} times; once the script is right, --retry-failed tries those again that "
             f"are still in {root}"

@@ -117,6 +117,7 @@ bench: $(READY)  ## measure launch and step times against torch (some minutes; n
 	$(BIN)/python -m benchmarks.data_parallel
 	$(BIN)/python -m benchmarks.checkpoint
 	$(BIN)/python -m benchmarks.recorder
+	$(BIN)/python -m benchmarks.digests
 	$(BIN)/python -m benchmarks.seeing
 	$(BIN)/python -m benchmarks.hierarchical
 	$(BIN)/python -m benchmarks.plan

@@ -41,13 +41,9 @@ class Channel(Generic[Received]):
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
         """Send one dataclass; the descriptors stay open here. Raises OSError if the other end is gone."""
         fields = {"is": type(message).__name__, **vars(message), **({"fds": len(fds)} if fds else {})}
-        line, first = json.dumps(fields).encode() + b"\n", list(fds)
-        while len(first) > _DESCRIPTORS_PER_MESSAGE:
-            socket.send_fds(self._socket, [b" "], first[:_DESCRIPTORS_PER_MESSAGE])
-            del first[:_DESCRIPTORS_PER_MESSAGE]
-        if first:  # with the line, so that the other end wakes once
-            line = line[socket.send_fds(self._socket, [line], first) :]
-        self._socket.sendall(line)
+        for start in range(0, len(fds), _DESCRIPTORS_PER_MESSAGE):
+            socket.send_fds(self._socket, [b" "], fds[start : start + _DESCRIPTORS_PER_MESSAGE])
+        self._socket.sendall(json.dumps(fields).encode() + b"\n")
 
     def receive(self) -> list[tuple[Received, list[int]]]:
         """Wait for bytes, and return the messages that are now complete with their descriptors.

@@ -80,8 +80,9 @@ def main() -> None:
         rows.append(f"| {workload.name} | {size / 1e6:.2f} | {count} | {middle:.2f} | **{within / whole:.2%}** |")
     report = f"""# What the digests cost by which runs are compared
 
-{machine_name()}. {_RANKS} ranks with shared memory, AdamW, {options.seconds:g} s of training of each model. The goal is
-{_GOAL:.1%} of the time.
+{machine_name()}.
+{_RANKS} ranks with shared memory, AdamW, {options.seconds:g} s of training of each model.
+The goal is {_GOAL:.1%} of the time.
 
 | model | parameters, millions | digests | ms each (median) | part of the time |
 |---|---|---|---|---|

@@ -72,6 +72,8 @@ def main() -> None:
         for what, seconds in zip(("save", "restore"), both, strict=True)
     ]
     head = [
+        "# What a save to an object store takes, beside one to a disk",
+        "",
         f"{options.megabytes} MB of state, {options.ranks} ranks, medians of {options.rounds} rounds "
         f"(fastest to slowest), on {machine_name()}.",
         "",

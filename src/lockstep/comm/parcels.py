@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep import bits
 from lockstep.comm.shm.segment import make_file, map_memory
 from lockstep.errors import LockstepError
 from lockstep.trees import path_text
@@ -351,9 +352,8 @@ def _described(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a dense tensor in the order in which they lie in memory."""
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    return flat.view(torch.uint8).numpy().data
+    """Return the bytes of a dense tensor in the order in which they lie in memory. The tensor must stay meanwhile."""
+    return memoryview(bits.chars(tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _loaded(name: str) -> Any:

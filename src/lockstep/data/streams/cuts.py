@@ -110,11 +110,8 @@ class SliceCut(_WholeBatch):
         for number in range(*self._sliced.runs_at(0)[self._rank]):
             start, stop = bounds[number]
             if start < stop:
-                batches.append(
-                    collated(
-                        samples[start:stop], collate, empty=False, seed=None if seed is None else mix(seed, number)
-                    )
-                )
+                own_seed = None if seed is None else mix(seed, number)
+                batches.append(collated(samples[start:stop], collate, empty=False, seed=own_seed))
                 numbers.append(number)
                 count += stop - start
         return begun._replace(batch=batches, samples=count, numbers=numbers, sizes=sizes_in(bounds))

@@ -247,15 +247,19 @@ class _Evaluator:
                 raise _none_there(self._folder)
             else:
                 self._write_lines(last=True)
-                here = {Candidate(name, digest) for (name, _), digest in self._identities.items()} - self._told
-                marked = [each for each in self._evaluations.all() if each.numbers is None and each.is_final]
-                self._tally.marked = [each.step for each in marked if Candidate(each.checkpoint, each.digest) in here]
+                self._tally.marked = self._failed_before()
                 return self._tally
 
     def tidy(self) -> None:
         """Remove what scripts have printed, if it was kept for this command alone and no script has failed."""
         if self._is_temporary and not self._has_failed:
             shutil.rmtree(self._log_dir)
+
+    def _failed_before(self) -> list[int]:
+        """Return the steps of the checkpoints that are there and had failed too often before this command."""
+        here = {Candidate(name, digest) for (name, _), digest in self._identities.items()} - self._told
+        failed = [each for each in self._evaluations.all() if each.numbers is None and each.is_final]
+        return [each.step for each in failed if Candidate(each.checkpoint, each.digest) in here]
 
     def _goes_on(self) -> bool:
         """Return whether the run may make more checkpoints. See Note [The end of a run]."""

@@ -14,6 +14,7 @@ from lockstep.tools.again import samples
 from lockstep.tools.again.replay import Replay, in_words
 from tests.launching import Finished, run
 from tests.schemas import holds
+from tests.stores import s3
 
 _TRAINING = """
 import json, sys
@@ -50,8 +51,10 @@ model = lockstep.replicate(Logarithms())
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 sliced = "sliced" in sys.argv
 loader = lockstep.shard(DataLoader(Points(), batch_size=8, shuffle=True), **({"slices": 4} if sliced else {}))
-saved = lockstep.Checkpointer("saved", model=model, optimizer=optimizer, loader=loader, keep=None)
-log = lockstep.Log(saved, every=1)
+in_store = "store" in sys.argv
+folder = "s3://bucket/run" if in_store else "saved"
+saved = lockstep.Checkpointer(folder, model=model, optimizer=optimizer, loader=loader, keep=None)
+log = lockstep.Log("logged" if in_store else saved, every=1)
 
 def steps():
     if sliced:
@@ -79,10 +82,10 @@ for epoch in saved.epochs(3):
 """
 
 
-def _train(tmp_path: Path, ranks: int, *words: str) -> Path:
+def _train(tmp_path: Path, ranks: int, *words: str, **env: str) -> Path:
     (tmp_path / "train.py").write_text(_TRAINING)
     command = ["lockstep", "run", "-n", str(ranks), "--log-dir", "logs", "train.py", "kept", *words]
-    done = run(command, tmp_path, torch=True)
+    done = run(command, tmp_path, torch=True, **env)
     assert done.code == 0, done
     return tmp_path / "logs"
 
@@ -96,7 +99,9 @@ def _digests(folder: Path) -> dict[str, str]:
     return {str(path): f"{path.stat().st_mtime_ns} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files}
 
 
-def _asked(tmp_path: Path, step: int, *words: str, rank: int | None = None, **more: Any) -> tuple[Any, Finished]:
+def _asked(
+    tmp_path: Path, step: int, *words: str, rank: int | None = None, env: dict[str, str] | None = None, **more: Any
+) -> tuple[Any, Finished]:
     """Replay as the command does, in a process that has torch already."""
     home = tmp_path / f"asked-{step}-{rank}"
     home.mkdir()
@@ -106,7 +111,7 @@ def _asked(tmp_path: Path, step: int, *words: str, rank: int | None = None, **mo
     (home / "request.json").write_text(json.dumps(request))
     arguments = ["lockstep.tools.again.within", str(home / "request.json"), "train.py", *words]
     stdin = "p losses\np saved.step\np loader\nq\n" if more.get("debug") else None
-    done = run(arguments, tmp_path, torch=True, stdin=stdin)
+    done = run(arguments, tmp_path, torch=True, stdin=stdin, **(env or {}))
     assert (home / "answer.json").exists(), done
     return json.loads((home / "answer.json").read_text()), done
 
@@ -126,6 +131,17 @@ def test_a_step_in_slices_is_what_the_ranks_did_bit_by_bit_and_the_run_stays_as_
         found = Replay(history.read(logs), step, 3, None, True, told)
         assert "bit by bit what 3 ranks did" in found.describe()
     assert _digests(tmp_path / "saved") == before, "neither a checkpoint nor a line of the log was touched"
+
+
+def test_a_run_whose_checkpoints_are_in_a_store(tmp_path: Path) -> None:
+    with s3(tmp_path) as server:
+        _train(tmp_path, 2, "sliced", "store", **server.environment)
+        before = server.objects()
+        for step, resumed in ((3, None), (8, 5), (10, 9)):
+            told, done = _asked(tmp_path, step, "sliced", "store", env=server.environment)
+            assert (done.code, told["resumed_from"]) == (0, resumed), done
+            assert told["losses"] == [loss for rank in range(2) for loss in _had(tmp_path, rank)[step]["losses"]]
+        assert server.objects() == before, "a replay takes no part in the run"
 
 
 def test_the_step_after_a_checkpoint_on_one_rank_s_part_is_that_rank_s_own(tmp_path: Path) -> None:
@@ -185,9 +201,9 @@ def test_a_run_without_a_checkpointer_begins_anew(tmp_path: Path) -> None:
         "saved = lockstep.Checkpointer(", "class Plain:\n    step = 0\nsaved = Plain()\nPlain.unused = ("
     )
     plain = plain.replace(
-        'unused = ("saved", model=model, optimizer=optimizer, loader=loader, keep=None)', "unused = ()"
+        "unused = (folder, model=model, optimizer=optimizer, loader=loader, keep=None)", "unused = ()"
     )
-    plain = plain.replace("lockstep.Log(saved", "lockstep.Log('plain'").replace("saved.epochs(3)", "range(2)")
+    plain = plain.replace('"logged" if in_store else saved', "'plain'").replace("saved.epochs(3)", "range(2)")
     plain = plain.replace("        optimizer.step()", "        optimizer.step()\n        saved.step += 1")
     (tmp_path / "train.py").write_text(plain.replace("saved.step in (5, 9)", "False"))
     command = ["lockstep", "run", "-n", "2", "--log-dir", "logs", "train.py", "kept", "sliced"]

@@ -23,11 +23,12 @@ from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.lease import Lease, Sign
 from lockstep.checkpoint.locks import Owner
 from lockstep.checkpoint.object_store import ObjectStore, StoreFailed
-from lockstep.checkpoint.read import find_damage, read, read_manifest
+from lockstep.checkpoint.read import copy_to_disk, find_damage, read, read_manifest
 from lockstep.checkpoint.run_folder import run_folder
 from lockstep.checkpoint.state import Moment
 from lockstep.checkpoint.store_folder import StoreFolder
 from lockstep.checkpoint.stored import Stored
+from lockstep.errors import CheckpointCorrupt
 from tests.checkpoints import State, save, some_tensors
 from tests.stores import FragileFileSystem, in_memory
 
@@ -176,6 +177,28 @@ def test_damage_is_found_and_an_older_one_is_taken(root: StorePath) -> None:
     with pytest.warns(RuntimeWarning, match="step-00000001 is loaded; skipped: .*it is missing"):
         assert lockstep.load_weights(str(root), model).source == old
     assert _holds(model, 1)
+
+
+def test_a_copy_on_a_disk_is_a_checkpoint_there_or_absent(root: StorePath, tmp_path: Path) -> None:
+    _save(root, 1)
+    _save(root, 2)
+    for step in (1, 2):
+        name = f"step-{step:08d}"
+        copy_to_disk(root / name, tmp_path / name)
+        assert find_damage(tmp_path / name) == []
+        ours, theirs = read(tmp_path / name), read(root / name)
+        assert ours.model.keys() == theirs.model.keys()
+        assert all(torch.equal(value, theirs.model[key]) for key, value in ours.model.items())
+        assert {file.stat().st_mode & 0o777 for file in (tmp_path / name).iterdir()} == {0o600}
+    store = ObjectStore.opened("memory")
+    damaged = next(key for key in store.sizes(root.key) if key.startswith("step-00000002/") and MANIFEST not in key)
+    content = store.get(f"{root.key}/{damaged}")
+    store.put(f"{root.key}/{damaged}", bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(CheckpointCorrupt, match="its content has changed"):
+        copy_to_disk(root / "step-00000002", tmp_path / "other")
+    with pytest.raises(locks.CheckpointGone):
+        copy_to_disk(root / "step-00000003", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_one_that_is_removed_while_it_is_read_makes_room_for_a_newer_one(

@@ -12,11 +12,13 @@ SIGBUS.
 from __future__ import annotations
 
 import errno
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import torch
 
@@ -198,6 +200,29 @@ def find_damage(folder: PurePath, *, on: Storage = POSIX) -> list[str]:
         return [str(error)]
 
 
+def copy_to_disk(folder: PurePath, into: Path) -> None:
+    """Copy a checkpoint, of a store or a disk, into a new folder on a disk, verifying every byte.
+
+    What is written is not forced to the disk: for a copy that is used at once and then removed.
+
+    Args:
+        folder: the checkpoint's folder.
+        into: the folder (0700) to make.
+
+    Raises:
+        CheckpointCorrupt: a file is damaged; there is no copy then.
+        CheckpointGone: it was removed meanwhile; likewise.
+        OSError: the copy can't be written.
+    """
+    with _unheld(folder, POSIX) as reader:
+        into.mkdir(mode=0o700)
+        try:
+            reader.copy(into)
+        except BaseException:
+            shutil.rmtree(into)
+            raise
+
+
 def read_tensors(path: Path, *, on: Storage = POSIX) -> dict[str, torch.Tensor]:
     """Read every tensor of a safetensors file into CPU memory of its own; aliases become the same tensor.
 
@@ -369,6 +394,17 @@ class _Reader:
             raise CheckpointCorrupt(f"{file.path}: not JSON ({error})") from None
         return decode(data, tensors, where=str(file.path))
 
+    def copy(self, into: Path) -> None:
+        """Write the files into a folder on a disk, and then a manifest that is for one."""
+        scratch = memoryview(bytearray(BLOCK))
+        for name, entry in self.manifest.files.items():
+            with self._file(name, entry) as file, _new_file(into / name) as copied:
+                for part in sorted(entry.parts, key=lambda part: part.start):
+                    for content in file.blocks(part, scratch):
+                        copied.write(content)
+        with _new_file(into / MANIFEST) as copied:
+            copied.write(replace(self.manifest, stored=None).to_json())
+
     def damages(self) -> Iterator[CheckpointCorrupt]:
         """Yield the damage, file by file and tensor by tensor."""
         scratch = memoryview(bytearray(BLOCK))
@@ -382,6 +418,10 @@ class _Reader:
                             yield error
             except CheckpointCorrupt as error:
                 yield error
+
+
+def _new_file(path: Path) -> BinaryIO:
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
 
 class _File:
@@ -470,8 +510,19 @@ class _File:
         Raises:
             CheckpointCorrupt: it is not what was written.
         """
+        for _ in self.blocks(part, scratch):
+            pass
+
+    def blocks(self, part: TensorPart, scratch: memoryview) -> Iterator[memoryview]:
+        """Yield the blocks of a part, verified, in ``scratch``; each is there until the next one is asked for.
+
+        Raises:
+            CheckpointCorrupt: one is not what was written.
+        """
         for (start, stop), expected in zip(cut(part.start, part.stop), part.digests, strict=True):
-            self._check(scratch[: stop - start], start, expected, part)
+            into = scratch[: stop - start]
+            self._check(into, start, expected, part)
+            yield into
 
     def _check(self, into: memoryview, start: int, expected: str, part: TensorPart) -> None:
         digest = new_digest()

@@ -3,8 +3,8 @@
 Note [A step replayed]
 ~~~~~~~~~~~~~~~~~~~~~~
 The program is not changed. Its Checkpointers write to a folder of this process's own, which holds the newest
-checkpoints before the step: links to the run's files, or copies where links are not possible. So the program resumes as
-it would, and nothing reaches the run's folder, neither a lock nor a line of a log.
+checkpoints before the step: links to the run's files, or copies where links are not possible or the run is in a store.
+So the program resumes as it would, and nothing reaches the run's folder, neither a lock nor a line of a log.
 
 Before the step nothing is recorded. In the step, hooks note the batch in hand, where a value first was not finite, and
 the losses; before the optimizer takes its step, the gradients. A value that is not finite is told with the samples
@@ -27,8 +27,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -37,16 +36,18 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import optimizer as optimizers
 
 from lockstep import _torch, callsite
-from lockstep._files import StorePath, redirected, run_path, write_whole
+from lockstep._files import redirected, run_path, write_whole
 from lockstep.checkpoint import folders
 from lockstep.checkpoint.api import Checkpointer
 from lockstep.checkpoint.locks import CheckpointGone, reading
+from lockstep.checkpoint.read import copy_to_disk
+from lockstep.checkpoint.run_folder import run_folder
 from lockstep.data.batches import EpochBatches
 from lockstep.data.fetch import Fetched, FetchingDataset, SliceKey
 from lockstep.data.loader import ShardedLoader
 from lockstep.data.mixing import mix
 from lockstep.data.steps import Step
-from lockstep.errors import LockstepError, named
+from lockstep.errors import CheckpointCorrupt, named
 from lockstep.job import flight
 from lockstep.step.streams import RandomStreams
 from lockstep.tools.again.samples import Part, Wanted, parts_of
@@ -139,12 +140,8 @@ class _StepWatch:
         @functools.wraps(begin)
         def init(saved: Checkpointer, folder: Any, **options: Any) -> None:
             if isinstance(folder, (str, os.PathLike)):
-                if isinstance(run_path(folder, "folder"), StorePath):
-                    raise LockstepError(
-                        f"the checkpoints of this run are in a store ({folder}), and a replay continues from a folder "
-                        "on a disk only, which it can read without taking part in the run"
-                    )
-                _lay_out(Path(folder), redirected(self._folder / "saved", folder), before=self._step)
+                original = run_path(folder, "folder")
+                _lay_out(original, redirected(self._folder / "saved", folder), before=self._step)
             begin(saved, folder, **options)
 
         @functools.wraps(restore)
@@ -309,20 +306,37 @@ def _draw_as(rank: int, world_size: int) -> None:
     _replace(RandomStreams, __init__=init)
 
 
-def _lay_out(original: Path, target: Path, *, before: int) -> None:
+def _lay_out(original: PurePath, target: Path, *, before: int) -> None:
     """Put the newest checkpoints before a step where this process looks for them."""
-    if target.exists() or not original.is_dir():
+    root = run_folder(original)
+    if target.exists() or not root.exists():
         return
     target.mkdir(mode=0o700, parents=True)
-    there = [each for each in folders.checkpoints(original) if folders.step_of(each) < before]
-    for folder in there[:_CHECKPOINTS]:
-        with suppress(CheckpointGone), reading(folder):  # a run that goes on may remove it: then an older one is taken
-            (target / folder.name).mkdir(mode=0o700)
-            for file in folder.iterdir():
-                try:
-                    os.link(file, target / folder.name / file.name)
-                except OSError:  # another file system, or another user's files
-                    shutil.copyfile(file, target / folder.name / file.name)
+    there = [each for each in root.checkpoints() if folders.step_of(each) < before]
+    lay = _link if isinstance(original, Path) else copy_to_disk
+    laid = 0
+    for folder in there:
+        if laid == _CHECKPOINTS:
+            return
+        try:
+            lay(folder, target / folder.name)
+            laid += 1
+        except CheckpointGone:  # a run that goes on may remove it: then an older one is taken
+            continue
+        except CheckpointCorrupt as error:
+            print(f"lockstep replay: {error}; an older checkpoint is used", file=sys.stderr, flush=True)
+
+
+def _link(folder: PurePath, target: Path) -> None:
+    """Put a checkpoint's files into a new folder on the same machine, without reading them if that is possible."""
+    original = Path(folder)
+    with reading(original):
+        target.mkdir(mode=0o700)
+        for file in original.iterdir():
+            try:
+                os.link(file, target / file.name)
+            except OSError:  # another file system, or another user's files
+                shutil.copyfile(file, target / file.name)
 
 
 def _refetched(loader: ShardedLoader, part: Part, *, epoch_key: int) -> Fetched:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import click
@@ -93,3 +95,39 @@ def test_without_a_command_runs_are_listed(
     plain, listed = (CliRunner().invoke(main, words) for words in (["runs"], ["runs", "ls"]))
     assert plain.exit_code == listed.exit_code == 0
     assert plain.stdout == listed.stdout != ""
+
+
+_BROKEN = """
+import click, sys
+from lockstep.cli import main
+
+@main.command()
+@click.argument("of")
+def broken(of):
+    if of == "a process":
+        raise BrokenPipeError(32, "Broken pipe")
+    sys.stdin.read()  # until the reader has gone
+    click.echo("lines")
+
+main(["broken", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize("of", ["a process", "its reader"])
+def test_a_pipe_that_breaks_ends_a_command_in_silence_only_if_it_is_its_output(of: str) -> None:
+    command, pipe = [sys.executable, "-c", _BROKEN, of], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        if of == "its reader":
+            process.stdout.close()
+        assert process.stdin is not None
+        process.stdin.close()
+        said = process.stderr.read()
+    assert process.returncode == 1
+    if of == "its reader":
+        assert said == ""
+    else:
+        assert said.endswith(
+            "RuntimeError: a process that this command talks to has closed its end of a pipe or socket\n"
+        )

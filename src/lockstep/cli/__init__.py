@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import select
 import signal
-from typing import Any
+import sys
+from typing import Any, TextIO
 
 import click
 
@@ -20,14 +22,31 @@ from lockstep.cli.verify import verify
 from lockstep.version import __version__
 
 
-class _Interruptible(Commands):
-    """Ends a command by Ctrl-C as a shell expects it; click would say "Aborted!" and leave with 1."""
+class _Ending(Commands):
+    """Ends a command as a shell expects it, where click would not.
+
+    By Ctrl-C click says "Aborted!" and leaves with 1. A BrokenPipeError it takes for a reader of the output that has
+    gone, as after ``| head``, and leaves without a word, also if it comes from a socket or a pipe to another process.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             ctx.exit(128 + signal.SIGINT)
+        except BrokenPipeError as error:
+            if _nobody_reads(sys.__stdout__) or _nobody_reads(sys.__stderr__):
+                raise
+            raise RuntimeError("a process that this command talks to has closed its end of a pipe or socket") from error
+
+
+def _nobody_reads(stream: TextIO | None) -> bool:
+    """Return whether what is written there reaches nobody: it is a pipe or socket whose other end is closed."""
+    if stream is None or stream.closed:
+        return True
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)  # errors are always told
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 #: For all commands; an option may be written with underscores, as torchrun has it (``--nproc_per_node``).
@@ -39,7 +58,7 @@ _SETTINGS = {
 
 @click.group(
     "lockstep",
-    cls=_Interruptible,
+    cls=_Ending,
     commands=[run, runs, replay, checkpoint, evaluate, verify, port, doctor, submit],
     context_settings=_SETTINGS,
     epilog='Completion in bash: eval "$(_LOCKSTEP_COMPLETE=bash_source lockstep)" (also zsh_source, fish_source).',

@@ -127,6 +127,28 @@ def test_a_reader_that_leaves_early_does_not_end_rank_0(tmp_path: Path) -> None:
     assert "BrokenPipeError" not in done.stderr
 
 
+_AT_THE_END = """
+import sys, lockstep.job.terminal
+class Late:
+    def __init__(self):
+        self.out, self.err = sys.stdout, sys.stderr
+    def __del__(self):
+        self.out.write("late out\\n")
+        self.err.write("late err\\n")
+        raise ValueError("late")
+lockstep.job.terminal.late = Late()  # goes with the module, whose names are None by then
+"""
+
+
+def test_what_is_written_while_the_modules_are_taken_apart_arrives(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(_AT_THE_END)
+    done = run(["lockstep", "run", "-n", "1", "late.py"], tmp_path)
+    assert (done.code, done.out) == (0, "late out\n"), done
+    assert done.err.startswith("late err\n")
+    assert "ValueError: late" in done.err
+    assert "TypeError" not in done.err
+
+
 _TERMINAL = """
 import os, shutil, sys
 print(os.environ["RANK"], sys.stdout.isatty(), sys.stderr.isatty(), shutil.get_terminal_size().columns)

@@ -127,6 +127,8 @@ class _Forgiving(io.FileIO):
         self._rank = rank
 
     def write(self, data: Any, /) -> int:
+        if _note is None:  # the interpreter has taken this module apart; __del__ methods and hooks still write
+            return super().write(data)
         if _debuggers and _is_prompting() and not _is_file(self.fileno()):
             while _is_prompting():
                 time.sleep(_PAUSE)

@@ -11,7 +11,7 @@ PYTHONS := 3.10 3.11 3.12 3.13 3.14
 # "make ecosystem" has an environment for each torch it is run with.
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 ECOSYSTEM := .venv-ecosystem/torch-$(TORCH)
-LIBRARIES := accelerate datasets lancedb lightning litdata mlflow-skinny peft tensorboard timm torchmetrics transformers webdataset
+LIBRARIES := accelerate datasets grain lancedb lightning litdata mlflow-skinny peft tensorboard timm torchmetrics transformers webdataset
 # They ask for older versions of NumPy, transformers and xxhash than those that are tested, and run with these.
 AS_THEY_ARE := mosaicml-streaming brotli catalogue cramjam python-snappy zstd
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import lockstep
 from tests.ecosystem.library_rows import write_archives
@@ -72,6 +72,36 @@ def streaming_parts(folder: Path, rank: int, size: int, option: str) -> Iterable
     return StreamingDataset(local=str(folder), batch_size=4, shuffle=False)  # type: ignore[no-any-return]
 
 
+class OfGrain(IterableDataset[Any]):
+    """Samples of a ``grain.MapDataset``, which is no dataset of torch's: what its users write for a DataLoader."""
+
+    def __init__(self, data: Any) -> None:
+        self._data, self._reader, self._state = data, None, None
+
+    def __iter__(self) -> Any:
+        worker = get_worker_info()
+        data = self._data if worker is None else self._data[worker.id :: worker.num_workers]
+        self._reader = iter(data.to_iter_dataset())
+        if self._state is not None:
+            self._reader.set_state(self._state)
+        return self._reader
+
+    def state_dict(self) -> Any:
+        """The reader's position."""
+        return self._state if self._reader is None else self._reader.get_state()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Begin there."""
+        self._state = state
+
+
+def grain_parts(folder: Path, rank: int, size: int, option: str) -> IterableDataset[Any]:  # noqa: ARG001
+    """A shuffled range, of which each rank takes every n-th."""
+    import grain
+
+    return OfGrain(grain.MapDataset.range(ROWS).seed(1).shuffle()[rank::size].map(row_at))
+
+
 def write_webdataset(folder: Path) -> None:
     """Archives of 25, 11 and 7 samples."""
     write_archives(folder, [25, 11, 7], row_at)
@@ -107,7 +137,10 @@ PARTS: dict[str, Callable[[Path, int, int, str], IterableDataset[Any]]] = {
     "litdata": litdata_parts,
     "lancedb": lancedb_parts,
     "mosaicml-streaming": streaming_parts,
+    "grain": grain_parts,
 }
+#: Those of which shard can't know that they split themselves.
+SAID = {"grain"}
 WRITERS: dict[str, Callable[[Path], None]] = {
     "webdataset": write_webdataset,
     "litdata": write_litdata,
@@ -142,9 +175,8 @@ def parts(
     # (Workers that are forked from a process with LanceDB's threads end by a signal.)
     context = "spawn" if workers and library == "lancedb" else None
     data = PARTS[library](Path(folder), rank, size, option)
-    loader = lockstep.shard(
-        DataLoader(data, 6, collate_fn=_collate, num_workers=workers, multiprocessing_context=context)
-    )
+    plain = DataLoader(data, 6, collate_fn=_collate, num_workers=workers, multiprocessing_context=context)
+    loader = lockstep.shard(plain, stream="parts" if library in SAID else None)
     model = lockstep.replicate(net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     batches: list[list[int]] = []

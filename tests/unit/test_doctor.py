@@ -201,7 +201,9 @@ def test_nothing_is_said_of_variables_that_mislead_nobody() -> None:
     ("env", "level", "what", "advice"),
     [
         ({"LOCKSTEP_TIMEOUTS": "5"}, Level.WARNING, "LOCKSTEP_TIMEOUTS is not a variable", "say LOCKSTEP_TIMEOUT"),
-        ({"LOCKSTEP_COLOUR_OF_IT": "5"}, Level.WARNING, "has no effect", "unset it"),
+        ({"LOCKSTEP_COLOUR_OF_IT": "5"}, Level.WARNING, "has no effect", "unset it; lockstep's variables are"),
+        ({"LOCKSTEP_LEADER": "5"}, Level.WARNING, "has no effect", "unset it; lockstep's variables are"),
+        ({"LOCKSTEP_TIMOUT": "5"}, Level.WARNING, "has no effect", "say LOCKSTEP_TIMEOUT, or unset it"),
         ({"LOCKSTEP_TIMEOUT": "soon"}, Level.WRONG, "LOCKSTEP_TIMEOUT='soon': expected a positive number", "set it so"),
         ({"LOCKSTEP_TIMEOUT": "2"}, Level.WARNING, "as soon as a rank is 2 s late", "the default is 600 s"),
         ({"LOCKSTEP_SHM_CHUNK": "63"}, Level.WRONG, "expected a positive multiple of 64", "set it so"),

@@ -45,8 +45,13 @@ def check_own(env: Mapping[str, str]) -> Iterator[Finding]:
     known = knobs.names()
     theirs = sorted(known - set(knobs.OF_A_RANK))
     for name in sorted(name for name in env if name.startswith(_OURS) and name not in known):
-        close = difflib.get_close_matches(name, theirs, 1)
-        advice = f"say {close[0]}, or unset it" if close else f"unset it; lockstep's variables are {joined(theirs)}"
+        # Without what all names begin with, by which any two of them resemble each other.
+        close = difflib.get_close_matches(
+            name.removeprefix(_OURS), [each.removeprefix(_OURS) for each in theirs], 1, 0.7
+        )
+        advice = (
+            f"say {_OURS}{close[0]}, or unset it" if close else f"unset it; lockstep's variables are {joined(theirs)}"
+        )
         yield warning(
             Problem.VARIABLE_UNKNOWN, "variables", f"{name} is not a variable of lockstep, and has no effect", advice
         )

@@ -94,11 +94,29 @@ class ByEpoch(BatchSampler):
         return iter(batches)
 
 
+class Itself(Sampler[list[int]]):
+    """Its own iterator, which each iter() sets back."""
+
+    def __init__(self, rank: int) -> None:
+        self._begin, self._next = rank, 0
+
+    def __iter__(self) -> Itself:
+        self._next = self._begin
+        return self
+
+    def __next__(self) -> list[int]:
+        batch = list(range(self._next, min(SAMPLES, self._next + 3)))
+        self._next += 3
+        if not batch:
+            raise StopIteration
+        return batch
+
+
 LIST = [[3, 1, 2], [0], [], [4, 5, 6, 7, 8], [40, -1]]
 
 
 def _sampler(kind: str, rank: int) -> Any:
-    kinds: dict[str, Any] = {"buckets": Buckets, "remembers": Remembers, "by epoch": ByEpoch}
+    kinds: dict[str, Any] = {"buckets": Buckets, "remembers": Remembers, "by epoch": ByEpoch, "itself": Itself}
     return LIST if kind == "list" else kinds[kind](rank)
 
 
@@ -157,6 +175,12 @@ def test_the_global_batches_are_those_of_one_process(kind: str, world_size: int,
     else:
         assert all(sorted(itertools.chain(*epoch)) == list(range(SAMPLES)) for epoch in indices)
         assert indices[0] != indices[1] != indices[2]
+
+
+def test_a_sampler_that_is_its_own_iterator_is_begun_once_in_a_pass() -> None:
+    expected = [[*range(first, min(SAMPLES, first + 3))] for first in range(0, SAMPLES, 3)]
+    joined = _joined(run_ranks(_seen, 2, "itself", 0))
+    assert [[[int(sample[0]) for sample in batch] for batch in epoch] for epoch in joined] == [expected] * 3
 
 
 @each_value(str, each_backend=BOTH, kind=("buckets", "remembers", "by epoch"), world_size=(1, 3, 2), stop=(1, 5, 9))

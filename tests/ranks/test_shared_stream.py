@@ -114,6 +114,41 @@ def test_a_stream_is_read_once_by_the_ranks_of_a_machine(workers: int, persisten
         assert second == [2 * length] + [1] * (world_size - 1), "once"
 
 
+class Itself(IterableDataset[int]):
+    """Its own iterator, which each iter() sets back, as litdata's is. In parts, every other sample is a rank's."""
+
+    def __init__(self, first: int, step: int, draws: bool) -> None:
+        self.first, self.step, self.draws, self.begun = first, step, draws, 0
+
+    def __iter__(self) -> Itself:
+        self.begun += 1
+        self.next = self.first
+        return self
+
+    def __next__(self) -> int:
+        number, self.next = self.next, self.next + self.step
+        if number >= 61:
+            raise StopIteration
+        return number + (int(torch.randint(1, ())) if self.draws else 0)
+
+
+def _from_itself(how: Any, draws: bool, seed_samples: bool) -> tuple[list[list[int]], int]:
+    world = lockstep.init(timeout=60)
+    stream = Itself(world.rank, world.world_size, draws) if how == "parts" else Itself(0, 1, draws)
+    loader = lockstep.shard(DataLoader(stream, batch_size=8), stream=how, seed_samples=seed_samples)
+    batches = [batch.tolist() for _ in range(2) for batch in loader]
+    return batches, stream.begun
+
+
+@pytest.mark.parametrize("seed_samples", [True, False])
+@pytest.mark.parametrize("draws", [True, False])
+@pytest.mark.parametrize("how", ["whole", "parts"])
+def test_a_stream_that_is_its_own_iterator_is_begun_once_in_a_pass(how: str, draws: bool, seed_samples: bool) -> None:
+    (ours, begun), (theirs, _) = run_ranks(_from_itself, 2, how, draws, seed_samples)
+    assert sorted(number for batch in ours + theirs for number in batch) == sorted([*range(61)] * 2)
+    assert begun == 2
+
+
 def test_each_machine_reads_a_copy_of_its_own() -> None:
     (alone, _), *_ = run_ranks(_passes, 1, 61, 0)
     ranks = run_ranks(_passes, 3, 61, 0, hosts=[2, 1])

@@ -32,7 +32,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -48,7 +47,7 @@ from lockstep.data.costs import CostsOfSampler, SampleCosts, as_costs
 from lockstep.data.cursor import Cursor
 from lockstep.data.mixing import mix
 from lockstep.data.order import EpochOrder, as_indices, batch_count
-from lockstep.data.seeding import SamplerNumbers, parts_of_sampler
+from lockstep.data.seeding import SamplerNumbers, following, parts_of_sampler
 from lockstep.errors import CheckpointMismatch, CollectiveMismatch, LockstepError, named
 
 Fetched = TypeVar("Fetched")
@@ -213,7 +212,7 @@ class BatchSamplerDrawing:
         with self._numbers.drawing():
             if self._batches is None:
                 self._batches = iter(self._sampler)
-            return [self._read(each) for each in islice(self._batches, most)]
+            return [self._read(each) for each in following(self._batches, most)]
 
     def _read(self, given: Any) -> Drawn:
         number = self._drawn
@@ -273,7 +272,7 @@ class CostedOrder:
 
     def take(self, most: int) -> list[Drawn]:
         """See :class:`Drawing`."""
-        return [(batch.indices, self._costs.of(batch.indices)) for batch in islice(self._batches, most)]
+        return [(batch.indices, self._costs.of(batch.indices)) for batch in following(self._batches, most)]
 
     def state(self) -> Any:
         """See :class:`Drawing`."""

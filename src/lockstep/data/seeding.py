@@ -45,7 +45,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -180,6 +180,15 @@ class SampleSeeds:
         return resting
 
 
+def following(iterator: Iterator[Sample], count: int) -> Iterator[Sample]:
+    """Return the next items of an iterator, fewer at its end, by ``next()`` alone.
+
+    What a user's ``__iter__`` returns may begin anew at each ``iter()`` (it sets itself back and returns itself), which
+    islice, chain and loops call.
+    """
+    return map(next, repeat(iterator, count))
+
+
 class StreamSeeds:
     """Takes samples out of a stream whose random numbers are those of their positions; see Note [Sample seeds].
 
@@ -213,14 +222,14 @@ class StreamSeeds:
         taken: list[Sample] = []
         for place in range(position, min(_ALONE, position + count)):
             self._seed(place)
-            taken += islice(stream, 1)
+            taken += following(stream, 1)
             if position + len(taken) == place:
                 return taken
             if place:
                 self._look()
         left = count - len(taken)
         if not self._seeded:
-            taken += islice(stream, left)
+            taken += following(stream, left)
         elif left:
             self._take_seeded(taken, stream, position + len(taken), left)
             self._look()
@@ -236,7 +245,7 @@ class StreamSeeds:
             else:
                 generator.set_state(state)
         if not seed:
-            taken += islice(stream, count)
+            taken += following(stream, count)
             return
         for number in mixed(self._key_at(position), range(position, position + count)).tolist():
             for each in seed:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import LIMIT, Running, environment, gone_within, python_path, start, wait_for
+from tests.launching import LIMIT, Running, environment, gone_within, python_path, run, start, wait_for
 
 _TRAIN = """
 import os, signal, sys, time
@@ -57,6 +57,23 @@ def test_one_interrupt_stops_everyone_cleanly(tmp_path: Path, to_group: bool) ->
     assert _marks(tmp_path, "interrupted") == ["once ", "once "]
     assert len(_marks(tmp_path, "cleaned")) == 2
     assert "lockstep: stopped by SIGINT" in done.err.splitlines()
+
+
+_IN_A_COLLECTION = """
+import ctypes, functools, gc, operator, signal, threading
+send = functools.partial(getattr(ctypes.CDLL(None), "raise"), signal.SIGINT)
+try:
+    list(map(operator.methodcaller("__call__"), [send, gc.collect]))  # no Python code runs between the two
+    threading.Event().wait(30)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_that_comes_as_a_collection_is_noted_is_not_lost(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_IN_A_COLLECTION)
+    done = run(["lockstep", "run", "-n", "1", "train.py"], tmp_path, torch=True)
+    assert (done.code, done.out, done.err) == (0, "interrupted\n", "")
 
 
 def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:

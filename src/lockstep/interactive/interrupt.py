@@ -25,7 +25,7 @@ from types import FrameType
 from lockstep.identity import Identity
 from lockstep.job import flight
 from lockstep.job.page import Cell
-from lockstep.job.stop import Action, Agreement, PageBoard
+from lockstep.job.stop import Action, Agreement, PageBoard, comes_again
 
 
 class CellInterrupts:
@@ -70,8 +70,8 @@ class CellInterrupts:
     def _listen(self) -> None:
         signal.signal(signal.SIGINT, self._on_signal)
 
-    def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:
-        if self._armed and self._at_once == self._number:
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self._armed and self._at_once == self._number and not comes_again(signum, frame):
             self._at_once = 0  # once for each time that it is asked for
             raise KeyboardInterrupt
 

@@ -23,7 +23,7 @@ from contextlib import ContextDecorator
 from itertools import chain, count
 from pathlib import Path
 from threading import get_ident
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 from lockstep import _torch
@@ -228,6 +228,15 @@ def _collects(phase: str, info: dict[str, int]) -> None:
     come once in some hundred objects and take microseconds."""
     if info["generation"]:
         current.collects(begins=phase == "start")
+
+
+def is_noting_collection(frame: FrameType | None) -> bool:
+    """Return whether ``frame`` or one that it was called from notes a collection: Python drops what is raised there."""
+    while frame is not None:
+        if frame.f_code is _collects.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def use(flight: Flight) -> Flight:

@@ -26,6 +26,7 @@ agreements] in ``step/local_training.py``.
 
 from __future__ import annotations
 
+import _thread
 import enum
 import os
 import signal
@@ -48,6 +49,8 @@ from lockstep.job.page import Cell, Pages
 LEAD = 2
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SAVE = signal.SIGUSR1
+#: Seconds until a signal that comes again does.
+_MOMENT = 0.001
 #: The code in which multiprocessing forks a worker.
 _LAUNCH = popen_fork.Popen._launch.__code__  # type: ignore[attr-defined]  # (private)
 #: The signals that a terminal sends to all processes that it controls.
@@ -207,14 +210,39 @@ class Agreement:
         return None if proposal is None else proposal.action
 
 
-def interrupt_once(_signum: int, _frame: FrameType | None) -> None:
+def interrupt_once(signum: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt once: a Ctrl-C can come twice, from the terminal and passed on, or from ``timeout``.
 
     The second would hit the clean-up that the first one started. (SIG_IGN would be inherited by programs started from
     here on; a function is not.)
     """
+    if comes_again(signum, frame):
+        return
     signal.signal(signal.SIGINT, lambda _signum, _frame: None)
     raise KeyboardInterrupt
+
+
+def comes_again(signum: int, frame: FrameType | None) -> bool:
+    """Return True if what a signal's handler raises would be lost where it was called; the signal then comes again.
+
+    That is where lockstep notes a garbage collection. While modules are imported this is often the first Python code
+    that runs after a signal, since compiled code collects as well.
+
+    Args:
+        signum, frame: the handler's arguments.
+    """
+    if not flight.is_noting_collection(frame):
+        return False
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def send() -> None:
+        time.sleep(_MOMENT)  # until the collection is over; if it is not, this is done again
+        signal.pthread_kill(main, signum)
+
+    # Not by a Thread: the collection may have begun where the module threading holds its lock.
+    _thread.start_new_thread(send, ())
+    return True
 
 
 class Requests:

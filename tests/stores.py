@@ -91,37 +91,39 @@ def in_memory(scheme: str = "memory") -> Iterator[StorePath]:
         empty()
 
 
-class S3:
-    """A server of S3's protocol in a process of its own, with one bucket, and a way to it that can be killed."""
+class Served:
+    """A store that a server has, with one bucket, and a way to it that can be killed.
 
-    def __init__(self, folder: Path) -> None:
-        #: The folder with the file "how".
+    Args:
+        folder: where the file "how" is to be, which says how it answers.
+        port: that at which requests are answered.
+        servers: the processes that do it.
+    """
+
+    #: The kind of store.
+    scheme: ClassVar[str]
+
+    def __init__(self, folder: Path, port: int, servers: list[subprocess.Popen[str]]) -> None:
         self.folder = folder
-        self._how = folder / "how"
-        self._how.write_text("")
-        self._server = _start("tests.s3_server", str(self._how))
-        self._to = _port_of(self._server)
-        self._way = _start("tests.s3_way", "0", str(self._to))
-        self._port = _port_of(self._way)
-        self._request("PUT", "/bucket")
+        self._to, self._servers = port, servers
+        self._way = start("tests.s3_way", "0", str(port))
+        self._port = port_of(self._way)
+
+    @property
+    def address(self) -> str:
+        """That of a run in the bucket."""
+        return f"{self.scheme}://bucket/run"
 
     @property
     def environment(self) -> dict[str, str]:
         """What processes need in theirs to get there."""
-        return {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._port}",
-            "AWS_ACCESS_KEY_ID": "tests",
-            "AWS_SECRET_ACCESS_KEY": "tests",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-            "AWS_MAX_ATTEMPTS": "1",
-        }
+        raise NotImplementedError
 
     def answer(self, how: str) -> None:
         """Answer so from now on: see tests/s3_server.py."""
-        new = self._how.with_suffix(".new")
+        new = self.folder / "how.new"
         new.write_text(how)
-        new.rename(self._how)
+        new.rename(self.folder / "how")
 
     def kill(self) -> None:
         """Cut off every connection, and take no more."""
@@ -139,8 +141,47 @@ class S3:
     def _replace_way(self, *more: str) -> None:
         self.kill()
         _close(self._way)
-        self._way = _start("tests.s3_way", str(self._port), str(self._to), *more)
-        _port_of(self._way)
+        self._way = start("tests.s3_way", str(self._port), str(self._to), *more)
+        port_of(self._way)
+
+    def objects(self) -> list[str]:
+        """The keys of all objects."""
+        raise NotImplementedError
+
+    def read(self, key: str) -> str:
+        """The content of an object."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in (self._way, *self._servers):
+            process.kill()
+            process.wait()
+            _close(process)
+
+
+class S3(Served):
+    """A server of S3's protocol in a process of its own."""
+
+    scheme = "s3"
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "how").write_text("")
+        server = start("tests.s3_server", str(folder / "how"))
+        super().__init__(folder, port_of(server), [server])
+        self._request("PUT", "/bucket")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What processes need in theirs to get there."""
+        return {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._port}",
+            "AWS_ACCESS_KEY_ID": "tests",
+            "AWS_SECRET_ACCESS_KEY": "tests",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_MAX_ATTEMPTS": "1",
+        }
 
     def objects(self) -> list[str]:
         """The keys of all objects."""
@@ -151,19 +192,8 @@ class S3:
         return self._request("GET", f"/bucket/{key}")
 
     def _request(self, method: str, path: str) -> str:
-        connection = http.client.HTTPConnection("127.0.0.1", self._to, timeout=60)
-        try:
-            connection.request(method, path, headers={"Authorization": "AWS tests:tests"})
-            return connection.getresponse().read().decode()
-        finally:
-            connection.close()
-
-    def close(self) -> None:
-        """End both processes."""
-        for process in (self._way, self._server):
-            process.kill()
-            process.wait()
-            _close(process)
+        headers = {"Authorization": "AWS tests:tests"}
+        return request(self._to, method, path, headers=headers).decode()
 
 
 @contextmanager
@@ -176,18 +206,30 @@ def s3(folder: Path) -> Iterator[S3]:
         server.close()
 
 
-def _start(module: str, *args: str) -> subprocess.Popen[str]:
+def request(port: int, method: str, path: str, content: bytes = b"", *, headers: dict[str, str] | None = None) -> bytes:
+    """Send a request to a server of this machine, and return what it answers."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request(method, path, content, headers or {})
+        return connection.getresponse().read()
+    finally:
+        connection.close()
+
+
+def start(module: str, *args: str) -> subprocess.Popen[str]:
+    """Start a program of the tests that ends when its standard input does."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-m", module, *args]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def port_of(process: subprocess.Popen[str]) -> int:
+    """Read the port at which a program listens."""
+    assert process.stdout is not None
+    return int(process.stdout.readline())
 
 
 def _close(process: subprocess.Popen[str]) -> None:
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         pipe.close()
-
-
-def _port_of(process: subprocess.Popen[str]) -> int:
-    assert process.stdout is not None
-    return int(process.stdout.readline())

@@ -34,6 +34,9 @@ _PRELOAD = [
     "peft",
     "datasets",
     "webdataset",
+    "gcsfs",
+    "adlfs",
+    "azure.storage.blob.aio",
 ]
 
 _ROWS: list[Row] = []

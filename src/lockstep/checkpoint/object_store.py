@@ -3,11 +3,12 @@
 Note [Requests]
 ~~~~~~~~~~~~~~~
 A request ends within ``Times.request``: fsspec's asynchronous file systems are told so from outside, whatever their
-own limits are. One that fails in a way that may pass (a connection that is refused or cut, an answer that is late, an
-error of the server) is sent again, at growing intervals, until ``Times.outage`` has passed since the first time; what
-the store refuses for good (no right, no such bucket, no room) is not. Every request can be sent twice: what is
-written has a name of its own and the same content each time, and what is created is read back where the answer does
-not say whose it is.
+own limits are. So does opening a store, for which gcsfs may ask a server for credentials that does not answer. A
+request that fails in a way that may pass (a connection that is refused or cut, an answer that is late, an error of
+the server) is sent again, at growing intervals, until ``Times.outage`` has passed since the first time; what the
+store refuses for good (no right, no such bucket, no room) is not. Every request can be sent twice: what is written
+has a name of its own and the same content each time, and what is created is read back where the answer does not say
+whose it is. What differs from store to store is in ``store_packages.py``.
 
 Note [Create if absent]
 ~~~~~~~~~~~~~~~~~~~~~~~
@@ -23,19 +24,23 @@ Note [Opened where it is used]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Asynchronous file systems have a thread and connections, which a fork does not copy: s3fs refuses to work in a forked
 process. So a store is opened by the process that uses it, when it is first used there, and never by one that forks
-ranks; a process that was forked later opens its own.
+ranks; a process that was forked later opens its own, and leaves the one that it has inherited alone (Note [Left to the
+parent] in ``store_packages.py``).
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotDone
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from lockstep import knobs
+from lockstep.checkpoint.store_packages import Package, package_of
 from lockstep.errors import CheckpointError
 from lockstep.text import as_duration, counted
 
@@ -76,7 +81,8 @@ class ObjectStore:
         scheme: the kind of store: ``s3``, ``gs``, ``az``, ``memory``.
 
     Raises:
-        StoreFailed: there is no such kind, its package is not installed, or its requests can't be given a limit.
+        StoreFailed: there is no such kind, its package is not installed or finds no account, or its requests can't be
+            given a limit.
     """
 
     #: Scheme and process -> the store that is open there.
@@ -84,8 +90,9 @@ class ObjectStore:
 
     def __init__(self, scheme: str) -> None:
         self.scheme = scheme
-        self._fs = _file_system(scheme)
         self._times = knobs.times()
+        self._package = _package(scheme, limit=self._times.request)
+        self._fs = self._package.fs
 
     @classmethod
     def opened(cls, scheme: str) -> ObjectStore:
@@ -95,6 +102,13 @@ class ObjectStore:
         if found is None:
             found = cls._opened[key] = cls(scheme)
         return found
+
+    @classmethod
+    def leave_to_parent(cls) -> None:
+        """In a process that was just forked: leave the stores alone that it has inherited."""
+        for store in cls._opened.values():
+            if store._fs.async_impl:
+                store._package.leave_to_parent()
 
     def create(self, key: str, content: bytes) -> bool:
         """Make an object unless there is one. Return whether it is there with this content, which no other has.
@@ -161,6 +175,8 @@ class ObjectStore:
         def attempt() -> dict[str, int]:
             self._fs.invalidate_cache()
             found = self._do("find", prefix, detail=True)
+            if isinstance(found, list):
+                return {}  # adlfs: the prefix itself is an object's key
             start = f"{prefix}/"
             named = {str(name).lstrip("/"): info for name, info in found.items()}
             return {name[len(start) :]: int(info["size"]) for name, info in named.items() if name.startswith(start)}
@@ -243,19 +259,58 @@ class ObjectStore:
         if not self._fs.async_impl:
             return getattr(self._fs, operation)(*args, **options)
         from fsspec.asyn import sync
+        from fsspec.exceptions import FSTimeoutError
 
-        return sync(self._fs.loop, getattr(self._fs, f"_{operation}"), *args, timeout=self._times.request, **options)
+        limit = self._times.request
+        try:
+            return sync(self._fs.loop, getattr(self._fs, f"_{operation}"), *args, timeout=limit, **options)
+        except FSTimeoutError as error:
+            raise TimeoutError(f"no answer within {as_duration(limit)}") from error
+        except Exception as error:
+            translated = self._package.translated(error)
+            if translated is error:
+                raise
+            raise translated from error
 
 
-def _file_system(scheme: str) -> AbstractFileSystem:
-    """Open a file system of fsspec's for this process, that keeps nothing of what it has listed."""
+os.register_at_fork(after_in_child=ObjectStore.leave_to_parent)
+
+
+def _package(scheme: str, *, limit: float) -> Package:
+    """Open a file system of fsspec's for this process, within a limit in seconds."""
+    kind = _kind(scheme)
+    package = package_of(kind)
+    opened: Future[Package] = Future()
+
+    def open_it() -> None:
+        try:
+            opened.set_result(package(kind))
+        except BaseException as error:  # noqa: BLE001  (raised where it is waited for)
+            opened.set_exception(error)
+
+    threading.Thread(target=open_it, name="lockstep-store-opening", daemon=True).start()
+    try:
+        failure = opened.exception(limit)
+    except NotDone as error:
+        raise StoreFailed(
+            f"{scheme}://: {kind.__module__} was not ready within {as_duration(limit)}: it asks for an account at a "
+            f"server that does not answer; set {package.account}"
+        ) from error
+    if failure is not None:
+        words = _words(failure) if isinstance(failure, Exception) else repr(failure)
+        raise StoreFailed(f"{scheme}://: it can't be opened: {words}; set {package.account}") from failure
+    return opened.result()
+
+
+def _kind(scheme: str) -> type[AbstractFileSystem]:
+    """Return fsspec's class for a kind of store."""
     try:
         import fsspec
         from fsspec.implementations.memory import MemoryFileSystem
     except ImportError as error:
         raise StoreFailed(f"{scheme}://: {_install('fsspec')} ({error})") from error
     try:
-        kind = fsspec.get_filesystem_class(scheme)
+        kind: type[AbstractFileSystem] = fsspec.get_filesystem_class(scheme)
     except ValueError as error:
         raise StoreFailed(f"{scheme}://: fsspec knows no store of this kind ({error})") from error
     except ImportError as error:
@@ -265,10 +320,7 @@ def _file_system(scheme: str) -> AbstractFileSystem:
             f"{scheme}://: requests of {kind.__module__} can't be given a limit, so a run could wait without end: use "
             "an object store such as s3://, gs:// or az://, or mount it and give the path"
         )
-    opened = kind(skip_instance_cache=True, use_listings_cache=False)
-    if kind.async_impl and hasattr(opened, "retries"):
-        opened.retries = 1  # _ask sends requests again, and says so
-    return opened
+    return kind
 
 
 def _install(what: str) -> str:

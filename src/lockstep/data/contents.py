@@ -217,7 +217,10 @@ class _Telling:
             return
         for part in dense_parts(tensor):
             if part.numel():
-                self._hash.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                plain = part.detach().cpu().resolve_conj().resolve_neg()  # (bytes of a view by either can't be read)
+                # (A dimension of one element may have any stride in what is contiguous, which view() refuses.)
+                flat = plain.contiguous().as_strided((plain.numel(),), (1,))
+                self._hash.update(flat.view(torch.uint8).numpy().data)
 
     def _add_array(self, array: np.ndarray[Any, Any]) -> None:
         if array.dtype.hasobject:

@@ -150,6 +150,15 @@ class FetchingDataset(Dataset[Fetched]):
         self.at_work: AtWork | None = None
 
     def __getitem__(self, key: SliceKey | StepKey) -> Fetched:
+        try:
+            return self._fetched_for(key)
+        except StopIteration as error:  # (this rank's loop would take it for the end of the epoch, and go on alone)
+            raise RuntimeError(
+                f"{type(self.dataset).__name__}.__getitem__ or the collate_fn raised StopIteration, which would end the "
+                "epoch on this rank alone: a next() in it came to the end of its iterator"
+            ) from error
+
+    def _fetched_for(self, key: SliceKey | StepKey) -> Fetched:
         if isinstance(key, StepKey):
             batches = [self._fetched(each, sliced=True) for each in key.slices]
             return Fetched(batches, key.samples, key.global_samples, key.numbers, key.sizes)
@@ -258,7 +267,7 @@ def nothing_of(one: Any, two: Any) -> Any:
     if isinstance(one, torch.Tensor):
         return _empty_tensor(one, two)
     if isinstance(one, np.ndarray):
-        return _empty_tensor(torch.from_numpy(one), torch.from_numpy(two)).numpy()
+        return _empty_array(one, two)
     if isinstance(one, int) and not isinstance(one, bool):
         return max(0, 2 * one - two)
     if isinstance(one, (str, bytes)):
@@ -274,8 +283,14 @@ def nothing_of(one: Any, two: Any) -> Any:
 def _empty_tensor(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
     for dim, (single, double) in enumerate(zip(one.shape, two.shape, strict=False)):
         if single != double:
-            one = one.narrow(dim, 0, max(0, 2 * single - double))
+            cut = one.narrow_copy if one.layout == torch.sparse_coo else one.narrow
+            one = cut(dim, 0, max(0, 2 * single - double))
     return one
+
+
+def _empty_array(one: np.ndarray[Any, Any], two: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    kept = [slice(max(0, 2 * n - m) if n != m else n) for n, m in zip(one.shape, two.shape, strict=False)]
+    return one[(*kept, ...)]
 
 
 def size_unlike(batch: Any, samples: int) -> int | None:

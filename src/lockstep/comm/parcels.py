@@ -193,8 +193,8 @@ class _Packing:
         return begin
 
     def write(self) -> None:
-        """Write the pieces that were placed since the last call to the file. (So the kernel fills pages at once that it would clear first if they were
-        mapped and touched.)"""
+        """Write the pieces that were placed since the last call to the file. (So the kernel fills pages at once that it
+        would clear first if they were mapped and touched.)"""
         for begin, piece in self._pieces:
             if isinstance(piece, Rows):
                 left = deque(map(_bytes_of, piece.tensors))

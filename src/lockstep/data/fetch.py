@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -154,8 +154,8 @@ class FetchingDataset(Dataset[Fetched]):
             return self._fetched_for(key)
         except StopIteration as error:  # (this rank's loop would take it for the end of the epoch, and go on alone)
             raise RuntimeError(
-                f"{type(self.dataset).__name__}.__getitem__ or the collate_fn raised StopIteration, which would end the "
-                "epoch on this rank alone: a next() in it came to the end of its iterator"
+                f"{type(self.dataset).__name__}.__getitem__ or the collate_fn raised StopIteration, which would end "
+                "the epoch on this rank alone: a next() in it came to the end of its iterator"
             ) from error
 
     def _fetched_for(self, key: SliceKey | StepKey) -> Fetched:
@@ -289,8 +289,9 @@ def _empty_tensor(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
 
 
 def _empty_array(one: np.ndarray[Any, Any], two: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    kept = [slice(max(0, 2 * n - m) if n != m else n) for n, m in zip(one.shape, two.shape, strict=False)]
-    return one[(*kept, ...)]
+    kept: list[Any] = [slice(max(0, 2 * n - m) if n != m else n) for n, m in zip(one.shape, two.shape, strict=False)]
+    index: Any = (*kept, ...)
+    return cast(np.ndarray[Any, Any], one[index])
 
 
 def size_unlike(batch: Any, samples: int) -> int | None:

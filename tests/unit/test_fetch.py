@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
 from torch.utils.data import default_collate
 
-from lockstep.data.contents import fingerprint
+from lockstep.data.contents import contents_of, fingerprint
 from lockstep.data.fetch import Fetched, FetchingDataset, SliceKey, nothing_of
 from lockstep.data.inner import naming_dead_workers
 from lockstep.errors import PeerLost
@@ -162,3 +162,17 @@ def test_a_sample_that_stops_an_iteration_is_an_error() -> None:
     assert fetching[SliceKey([0], [0], 1, 1, 5)].batch.tolist() == [7]
     with pytest.raises(RuntimeError, match=r"Ends.__getitem__ or the collate_fn raised StopIteration"):
         fetching[SliceKey([1], [0], 1, 1, 5)]
+
+
+def test_a_dataset_that_answers_to_any_name_is_no_table() -> None:
+    class Forwards:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda: name
+
+    assert isinstance(contents_of(Forwards()), dict)

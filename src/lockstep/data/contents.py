@@ -25,6 +25,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import hashlib
+import inspect
 import os
 import sys
 from collections.abc import Mapping
@@ -100,8 +101,13 @@ def _is_column(value: Any, length: int) -> bool:
         return value.ndim > 0 and len(value) == length and value.dtype.kind in "biufcSUmM"
     if isinstance(value, (list, tuple)):
         return len(value) == length and all(_is_plain(value[position]) for position in _spread(length))
-    table = all(hasattr(value, name) for name in ("iloc", "index", "to_numpy"))  # pandas and the like
+    table = all(_has(value, name) for name in ("iloc", "index", "to_numpy"))  # pandas and the like
     return table and len(value) == length
+
+
+def _has(value: object, name: str) -> bool:
+    """Return whether a value has an attribute itself. (``__getattr__`` may hand any name on to what it wraps.)"""
+    return inspect.getattr_static(value, name, None) is not None
 
 
 def _is_plain(element: Any) -> bool:
@@ -119,7 +125,7 @@ def _spread(length: int, looks: int = _LOOKED_AT) -> list[int]:
 
 def _some_of(values: Any) -> str:
     positions = _spread(len(values))
-    if hasattr(values, "iloc"):
+    if _has(values, "iloc"):
         table = values.iloc[positions]
         looked_at = _comparable([list(table.index), table.to_numpy().tolist()])
         return f"{len(values)} rows, digest {fingerprint(looked_at)[:8]}"

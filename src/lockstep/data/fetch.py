@@ -151,19 +151,16 @@ class FetchingDataset(Dataset[Fetched]):
 
     def __getitem__(self, key: SliceKey | StepKey) -> Fetched:
         try:
-            return self._fetched_for(key)
+            if isinstance(key, StepKey):
+                batches = [self._fetched(each, sliced=True) for each in key.slices]
+                return Fetched(batches, key.samples, key.global_samples, key.numbers, key.sizes)
+            indices = key.indices[: key.samples] if self._tells_indices else ()
+            return Fetched(self._fetched(key), key.samples, key.global_samples, sizes=key.sizes, indices=indices)
         except StopIteration as error:  # (this rank's loop would take it for the end of the epoch, and go on alone)
             raise RuntimeError(
                 f"{type(self.dataset).__name__}.__getitem__ or the collate_fn raised StopIteration, which would end "
                 "the epoch on this rank alone: a next() in it came to the end of its iterator"
             ) from error
-
-    def _fetched_for(self, key: SliceKey | StepKey) -> Fetched:
-        if isinstance(key, StepKey):
-            batches = [self._fetched(each, sliced=True) for each in key.slices]
-            return Fetched(batches, key.samples, key.global_samples, key.numbers, key.sizes)
-        indices = key.indices[: key.samples] if self._tells_indices else ()
-        return Fetched(self._fetched(key), key.samples, key.global_samples, sizes=key.sizes, indices=indices)
 
     def _fetched(self, key: SliceKey, *, sliced: bool = False) -> Any:
         if self._at_once:

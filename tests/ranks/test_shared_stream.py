@@ -149,6 +149,29 @@ def test_a_stream_that_is_its_own_iterator_is_begun_once_in_a_pass(how: str, dra
     assert begun == 2
 
 
+class InOneBuffer:
+    """Collates each batch into the memory of the one before."""
+
+    def __init__(self) -> None:
+        self.memory = torch.zeros(6)
+
+    def __call__(self, samples: list[int]) -> Tensor:
+        return self.memory[: len(samples)].copy_(torch.tensor(samples))
+
+
+def _in_one_buffer() -> list[list[float]]:
+    lockstep.init()
+    loader = lockstep.shard(DataLoader(Itself(41, 1, False), batch_size=6, collate_fn=InOneBuffer()))
+    return [batch.tolist() for batch in loader]
+
+
+def test_a_collate_fn_may_use_the_memory_of_the_batch_before() -> None:
+    """Rank 0 collates the shares of all ranks, and none is handed over with the samples of another."""
+    ranks = run_ranks(_in_one_buffer, 3)
+    joined = [[number for share in shares for number in share] for shares in zip(*ranks, strict=True)]
+    assert joined == [[*range(41, 47)], [*range(47, 53)], [*range(53, 59)], [59, 60]]
+
+
 def test_each_machine_reads_a_copy_of_its_own() -> None:
     (alone, _), *_ = run_ranks(_passes, 1, 61, 0)
     ranks = run_ranks(_passes, 3, 61, 0, hosts=[2, 1])

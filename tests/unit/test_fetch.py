@@ -13,8 +13,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
 from torch.utils.data import default_collate
 
-from lockstep.data.contents import fingerprint
-from lockstep.data.fetch import Fetched, nothing_of
+from lockstep.data.contents import contents_of, fingerprint
+from lockstep.data.fetch import Fetched, FetchingDataset, SliceKey, nothing_of
 from lockstep.data.inner import naming_dead_workers
 from lockstep.errors import PeerLost
 from lockstep.trees import leaves, map_leaves, to_device
@@ -77,6 +77,36 @@ def test_rows_that_are_concatenated_are_emptied_whole() -> None:
     assert _empty(torch.cat, torch.ones(7, 2)).shape == (0, 2)
 
 
+@pytest.mark.parametrize(
+    "sample",
+    [
+        np.array(["ab", "c"]),
+        np.array(["2026-11-28"], dtype="datetime64[D]"),
+        np.array([1, 2], dtype=">i4"),
+        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        np.array([1, "x"], dtype=object),
+        np.arange(3)[::-1],
+    ],
+)
+def test_arrays_of_any_dtype_are_emptied(sample: np.ndarray[Any, Any]) -> None:
+    for empty in (_empty(np.stack, sample), _empty(lambda samples: np.stack(samples)[:, ::-1], sample)):
+        assert empty.shape == (0, *sample.shape)
+        assert empty.dtype == np.stack([sample]).dtype
+    assert isinstance(_empty(lambda _: np.array(7), sample), np.ndarray)
+
+
+def test_sparse_batches_are_emptied() -> None:
+    empty = _empty(torch.stack, torch.eye(2).to_sparse())
+    assert empty.shape == (0, 2, 2)
+    assert empty.layout == torch.sparse_coo
+
+
+def test_views_by_conjugation_are_fingerprinted() -> None:
+    view, like = torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j])
+    assert fingerprint(view) == fingerprint(like) != fingerprint(view.conj())
+    assert fingerprint(view.imag) == fingerprint(like.imag.clone())
+
+
 def test_dataclass_batches_are_emptied() -> None:
     empty = _empty(lambda samples: Record(torch.stack(samples), ["n"] * len(samples)), torch.ones(2))
     assert empty.image.shape == (0, 2)
@@ -121,3 +151,28 @@ def test_only_of_a_lost_worker_its_death_is_waited_for(monkeypatch: pytest.Monke
     with pytest.raises(ConnectionResetError):
         list(naming_dead_workers(failing(ConnectionResetError())))
     assert sum(waited) == pytest.approx(2)
+
+
+def test_a_sample_that_stops_an_iteration_is_an_error() -> None:
+    class Ends:
+        def __getitem__(self, index: int) -> int:
+            return next(iter([7][index:]))
+
+    fetching = FetchingDataset(Ends(), default_collate, seeded=True, tells_indices=False)
+    assert fetching[SliceKey([0], [0], 1, 1, 5)].batch.tolist() == [7]
+    with pytest.raises(RuntimeError, match=r"Ends.__getitem__ or the collate_fn raised StopIteration"):
+        fetching[SliceKey([1], [0], 1, 1, 5)]
+
+
+def test_a_dataset_that_answers_to_any_name_is_no_table() -> None:
+    class Forwards:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda: name
+
+    assert isinstance(contents_of(Forwards()), dict)

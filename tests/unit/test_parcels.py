@@ -100,6 +100,13 @@ def test_large_rows_are_not_put_together_before() -> None:
         stacked([*rows, torch.randn(3, 32, 33)])
 
 
+def test_each_tree_may_be_made_in_the_memory_of_the_last() -> None:
+    buffer = torch.zeros(3)
+    parcel = Parcel.of(buffer.fill_(number) for number in range(3))
+    trees = [opened(parcel.descriptor, parcel.size, place) for place in parcel.places]
+    assert [each.tolist() for each in trees] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
+
+
 def test_more_rows_than_one_write_takes() -> None:
     rows = [torch.full((2048,), float(number)) for number in range(1100)]
     found = _round(stacked(rows))

@@ -22,7 +22,7 @@ import os
 import sys
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.reduction import DupFd
@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from lockstep import bits
-from lockstep.comm.shm.segment import make_file, map_memory
+from lockstep.comm.shm.segment import make_file, map_memory, seal
 from lockstep.errors import LockstepError
 from lockstep.trees import path_text
 
@@ -102,23 +102,27 @@ class Parcel:
         self._end.atexit = False
 
     @classmethod
-    def of(cls, trees: Sequence[Any]) -> Parcel:
-        """Pack ``trees``, one beside the other.
+    def of(cls, trees: Iterable[Any]) -> Parcel:
+        """Pack ``trees``, one beside the other. Each is copied before the next one is asked for, which may be made in
+        the memory of the last.
 
         Raises:
             Unpackable: they contain something that is not data.
             OSError: there is no memory for it.
         """
-        packing = _Packing()
-        told = [json.dumps(packing.describe(tree, ())).encode() for tree in trees]
-        places = []
-        for text in told:
-            begin = packing.place(memoryview(text))
-            places.append((begin, begin + len(text)))
-        descriptor = make_file(packing.size)
-        parcel = cls(descriptor, packing.size, places)
-        packing.write(descriptor)
-        return parcel
+        descriptor = make_file(None)
+        try:
+            packing, places = _Packing(descriptor), []
+            for tree in trees:
+                text = json.dumps(packing.describe(tree, ())).encode()
+                begin = packing.place(memoryview(text))
+                places.append((begin, begin + len(text)))
+                packing.write()
+            seal(descriptor, packing.size)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(descriptor, packing.size, places)
 
     def __reduce__(self) -> Any:
         return _arrived, (DupFd(self.descriptor), self.size, self.places)
@@ -174,10 +178,10 @@ class Handed:
 
 
 class _Packing:
-    """Describes trees in JSON types, and finds a place for values that JSON can't hold."""
+    """Describes trees in JSON types, and finds a place in a file for values that JSON can't hold."""
 
-    def __init__(self) -> None:
-        self.size = 0
+    def __init__(self, descriptor: int) -> None:
+        self.size, self._descriptor = 0, descriptor
         self._pieces: list[tuple[int, memoryview | torch.Tensor | Rows]] = []
 
     def place(self, piece: memoryview | torch.Tensor | Rows) -> int:
@@ -188,21 +192,22 @@ class _Packing:
             self._pieces.append((begin, piece))
         return begin
 
-    def write(self, descriptor: int) -> None:
-        """Write the pieces to the file. (So the kernel fills pages at once that it would clear first if they were
-        mapped and touched.)"""
+    def write(self) -> None:
+        """Write the pieces that were placed since the last call to the file. (So the kernel fills pages at once that it
+        would clear first if they were mapped and touched.)"""
         for begin, piece in self._pieces:
             if isinstance(piece, Rows):
                 left = deque(map(_bytes_of, piece.tensors))
             else:
                 left = deque([_bytes_of(piece) if isinstance(piece, torch.Tensor) else piece])
             while left:
-                done = os.pwritev(descriptor, [*islice(left, _PIECES)], begin)
+                done = os.pwritev(self._descriptor, [*islice(left, _PIECES)], begin)
                 begin += done
                 while left and done >= left[0].nbytes:
                     done -= left.popleft().nbytes
                 if done:
                     left[0] = left[0][done:]
+        self._pieces.clear()
 
     def describe(self, node: Any, path: tuple[Any, ...]) -> Any:
         """Return the description of a tree in JSON types."""

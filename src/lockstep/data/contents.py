@@ -25,6 +25,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import hashlib
+import inspect
 import os
 import sys
 from collections.abc import Mapping
@@ -100,8 +101,13 @@ def _is_column(value: Any, length: int) -> bool:
         return value.ndim > 0 and len(value) == length and value.dtype.kind in "biufcSUmM"
     if isinstance(value, (list, tuple)):
         return len(value) == length and all(_is_plain(value[position]) for position in _spread(length))
-    table = all(hasattr(value, name) for name in ("iloc", "index", "to_numpy"))  # pandas and the like
+    table = all(_has(value, name) for name in ("iloc", "index", "to_numpy"))  # pandas and the like
     return table and len(value) == length
+
+
+def _has(value: object, name: str) -> bool:
+    """Return whether a value has an attribute itself. (``__getattr__`` may hand any name on to what it wraps.)"""
+    return inspect.getattr_static(value, name, None) is not None
 
 
 def _is_plain(element: Any) -> bool:
@@ -119,7 +125,7 @@ def _spread(length: int, looks: int = _LOOKED_AT) -> list[int]:
 
 def _some_of(values: Any) -> str:
     positions = _spread(len(values))
-    if hasattr(values, "iloc"):
+    if _has(values, "iloc"):
         table = values.iloc[positions]
         looked_at = _comparable([list(table.index), table.to_numpy().tolist()])
         return f"{len(values)} rows, digest {fingerprint(looked_at)[:8]}"
@@ -217,7 +223,10 @@ class _Telling:
             return
         for part in dense_parts(tensor):
             if part.numel():
-                self._hash.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                plain = part.detach().cpu().resolve_conj().resolve_neg()  # (bytes of a view by either can't be read)
+                # (A dimension of one element may have any stride in what is contiguous, which view() refuses.)
+                flat = plain.contiguous().as_strided((plain.numel(),), (1,))
+                self._hash.update(flat.view(torch.uint8).numpy().data)
 
     def _add_array(self, array: np.ndarray[Any, Any]) -> None:
         if array.dtype.hasobject:

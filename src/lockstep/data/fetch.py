@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -150,11 +150,17 @@ class FetchingDataset(Dataset[Fetched]):
         self.at_work: AtWork | None = None
 
     def __getitem__(self, key: SliceKey | StepKey) -> Fetched:
-        if isinstance(key, StepKey):
-            batches = [self._fetched(each, sliced=True) for each in key.slices]
-            return Fetched(batches, key.samples, key.global_samples, key.numbers, key.sizes)
-        indices = key.indices[: key.samples] if self._tells_indices else ()
-        return Fetched(self._fetched(key), key.samples, key.global_samples, sizes=key.sizes, indices=indices)
+        try:
+            if isinstance(key, StepKey):
+                batches = [self._fetched(each, sliced=True) for each in key.slices]
+                return Fetched(batches, key.samples, key.global_samples, key.numbers, key.sizes)
+            indices = key.indices[: key.samples] if self._tells_indices else ()
+            return Fetched(self._fetched(key), key.samples, key.global_samples, sizes=key.sizes, indices=indices)
+        except StopIteration as error:  # (this rank's loop would take it for the end of the epoch, and go on alone)
+            raise RuntimeError(
+                f"{type(self.dataset).__name__}.__getitem__ or the collate_fn raised StopIteration, which would end "
+                "the epoch on this rank alone: a next() in it came to the end of its iterator"
+            ) from error
 
     def _fetched(self, key: SliceKey, *, sliced: bool = False) -> Any:
         if self._at_once:
@@ -258,7 +264,7 @@ def nothing_of(one: Any, two: Any) -> Any:
     if isinstance(one, torch.Tensor):
         return _empty_tensor(one, two)
     if isinstance(one, np.ndarray):
-        return _empty_tensor(torch.from_numpy(one), torch.from_numpy(two)).numpy()
+        return _empty_array(one, two)
     if isinstance(one, int) and not isinstance(one, bool):
         return max(0, 2 * one - two)
     if isinstance(one, (str, bytes)):
@@ -274,8 +280,15 @@ def nothing_of(one: Any, two: Any) -> Any:
 def _empty_tensor(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
     for dim, (single, double) in enumerate(zip(one.shape, two.shape, strict=False)):
         if single != double:
-            one = one.narrow(dim, 0, max(0, 2 * single - double))
+            cut = one.narrow_copy if one.layout == torch.sparse_coo else one.narrow
+            one = cut(dim, 0, max(0, 2 * single - double))
     return one
+
+
+def _empty_array(one: np.ndarray[Any, Any], two: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    kept: list[Any] = [slice(max(0, 2 * n - m) if n != m else n) for n, m in zip(one.shape, two.shape, strict=False)]
+    index: Any = (*kept, ...)
+    return cast(np.ndarray[Any, Any], one[index])
 
 
 def size_unlike(batch: Any, samples: int) -> int | None:

@@ -105,9 +105,12 @@ class Shardable:
         if self.split_by is not None:
             return None
         counted = self.sampler if self.order == "sampler" else self.loader.dataset
-        if self.order in ("stream", "batches") and not hasattr(counted, "__len__"):
+        if self.order not in ("stream", "batches"):
+            return len(counted)  # type: ignore[arg-type]  # checked by read_source
+        try:
+            return len(counted)  # type: ignore[arg-type]  # there may be none
+        except (TypeError, NotImplementedError):  # (a __len__ that knows none says so by either)
             return None
-        return len(counted)  # type: ignore[arg-type]  # checked by read_source
 
     @property
     def is_read_whole(self) -> bool:

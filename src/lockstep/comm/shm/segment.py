@@ -134,8 +134,11 @@ class Segment:
         return cls(memory)
 
 
-def make_file(size: int) -> int:
+def make_file(size: int | None) -> int:
     """Return the descriptor of a new file in memory, of zeros and without a name. The caller closes it.
+
+    Args:
+        size: bytes; None: it is empty, and grows as it is written, until it is given to :func:`seal`.
 
     Raises:
         OSError: there is no memory, or a limit on files is less.
@@ -144,13 +147,19 @@ def make_file(size: int) -> int:
     descriptor = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(descriptor, 0o600)
-        os.ftruncate(descriptor, size)
-        # Nobody can cut the memory short under a rank that uses it.
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        if size is not None:
+            seal(descriptor, size)
     except OSError:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def seal(descriptor: int, size: int) -> None:
+    """Give a file of :func:`make_file` the size that it keeps: nobody can cut the memory short under a rank that uses
+    it."""
+    os.ftruncate(descriptor, size)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
 def map_memory(descriptor: int, size: int, *, writable: bool = True) -> Memory:

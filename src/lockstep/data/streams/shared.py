@@ -85,25 +85,27 @@ class LeaderCut:
 
     def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:
         """See :class:`~lockstep.data.streams.dataset.StreamCut`."""
-        worker = get_worker_info()
-        # The first sample of worker 0 is the one that the other ranks look at.
-        is_first = read.samples and not read.position and (worker is None or not worker.id)
-        looked_at = fingerprint(read.samples[:1]) if is_first else None
-        own = self._own.batch(read, collate, seed=seed)
-        if self._why_not:
-            return own._replace(parcel=self._why_not)
-        packed = _collated_to_be_packed if collate is default_collate else collate
-        shares = [cut.batch(read, packed, seed=seed) for cut in self._others]
-        try:
-            # (The first fingerprint is that of samples which no collate_fn has seen.)
-            parcel = Parcel.of([(share._replace(fingerprint=own.fingerprint), looked_at) for share in shares])
-        except Unpackable as error:
-            self._why_not = (
-                f"its batches have {error}, which can't be handed from process to process: let the collate_fn "
-                "return tensors, arrays, numbers and texts, and it is read once a machine"
-            )
-            return own._replace(parcel=self._why_not)
-        return own._replace(parcel=parcel)
+        worker, begins = get_worker_info(), bool(read.samples) and not read.position
+        # Of samples that no collate_fn has seen. The first one of worker 0 is the one that the other ranks look at.
+        print_ = fingerprint(read.samples) if begins else None
+        looked_at = fingerprint(read.samples[:1]) if begins and (worker is None or not worker.id) else None
+
+        def share_of(cut: StreamCut, collate: Collate) -> Fetched:
+            share = cut.batch(read, collate, seed=seed)
+            return share._replace(fingerprint=print_) if read.samples else share
+
+        parcel: Parcel | str = self._why_not
+        if not parcel:
+            packed = _collated_to_be_packed if collate is default_collate else collate
+            try:
+                parcel = Parcel.of((share_of(cut, packed), looked_at) for cut in self._others)
+            except Unpackable as error:
+                parcel = self._why_not = (
+                    f"its batches have {error}, which can't be handed from process to process: let the collate_fn "
+                    "return tensors, arrays, numbers and texts, and it is read once a machine"
+                )
+        # (At last, since a collate_fn may return each batch in the memory of the one before.)
+        return share_of(self._own, collate)._replace(parcel=parcel)
 
 
 def _collated_to_be_packed(samples: list[Any]) -> Any:

@@ -341,6 +341,34 @@ class BatchesByRank(BatchSampler):
     num_replicas = 3
 
 
+class Longer(Sampler[int]):
+    """Gives more than its length, as samplers without an end do."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+
+def _length_of_more() -> tuple[list[int], list[str]]:
+    world = lockstep.init(timeout=20)
+    loader = lockstep.shard(DataLoader(range(12), batch_size=4, sampler=Longer()))  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seen = [index for batch in loader for index in batch.tolist()]
+    return seen, [str(each.message) for each in caught] if world.is_main else []
+
+
+def test_samples_beyond_a_samplers_length_are_not_left_out_in_silence() -> None:
+    (ours, said), (theirs, _) = run_ranks(_length_of_more, 2)
+    assert sorted(ours + theirs) == [*range(5)]
+    assert said == [
+        "the sampler Longer has a length of 5 and yields more: an epoch has its first 5 samples, where torch's "
+        "DataLoader would take all"
+    ]
+
+
 def _refused(case: str) -> None:
     world = lockstep.init(timeout=20)
     data = TensorDataset(torch.arange(12))

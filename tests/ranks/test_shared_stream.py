@@ -172,6 +172,25 @@ def test_a_collate_fn_may_use_the_memory_of_the_batch_before() -> None:
     assert joined == [[*range(41, 47)], [*range(47, 53)], [*range(53, 59)], [59, 60]]
 
 
+def _held_in_one_buffer(what: str) -> list[list[float]]:
+    world = lockstep.init()
+    collate = InOneBuffer()
+    if what == "parts":
+        own = Itself(world.rank, world.world_size, False)
+        parts = lockstep.shard(DataLoader(own, batch_size=6, collate_fn=collate), stream="parts")
+        return [batch.tolist() for batch in parts]
+    data: Any = Itself(0, 1, False) if what == "stream" else range(61)
+    sliced = lockstep.shard(DataLoader(data, batch_size=12, collate_fn=collate), slices=4)
+    return [batch.tolist() for step in sliced.steps() for batch in step]
+
+
+@pytest.mark.parametrize("what", ["slices", "stream", "parts"])
+def test_batches_that_wait_for_their_turn_keep_what_they_hold(what: str) -> None:
+    """Slices are collated before the first is used, and parts are read ahead."""
+    held = sorted(number for rank in run_ranks(_held_in_one_buffer, 2, what) for batch in rank for number in batch)
+    assert held == [*range(61)]
+
+
 def test_each_machine_reads_a_copy_of_its_own() -> None:
     (alone, _), *_ = run_ranks(_passes, 1, 61, 0)
     ranks = run_ranks(_passes, 3, 61, 0, hosts=[2, 1])

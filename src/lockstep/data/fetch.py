@@ -29,7 +29,7 @@ from lockstep.data.slicing import Slicing
 from lockstep.data.streams.reading import StreamMark
 from lockstep.job.trace import BatchTimes
 from lockstep.job.workers import AtWork
-from lockstep.trees import parts_of, rebuilt
+from lockstep.trees import map_leaves, parts_of, rebuilt
 
 Collate = Callable[[list[Any]], Any]
 
@@ -169,12 +169,14 @@ class FetchingDataset(Dataset[Fetched]):
         # In slices a collate_fn that draws (mixup) is seeded whatever the user says: their bits depend on it.
         seeds_collate = self._collate is not default_collate and (self._seeds is not None or sliced)
         with own_generators(self._seeds is not None or seeds_collate):
-            return self._fetch(key, seeds_collate=seeds_collate)
+            return self._fetch(key, seeds_collate=seeds_collate, sliced=sliced)
 
-    def _fetch(self, key: SliceKey, *, seeds_collate: bool) -> Any:
+    def _fetch(self, key: SliceKey, *, seeds_collate: bool, sliced: bool) -> Any:
         seed = mix(key.epoch_key, key.position, COLLATE) if seeds_collate else None
         if self.at_work is not None:
             self.at_work.note(key.indices[0])
+        if sliced and key.samples:
+            return collated_to_keep(self._given(key), self._collate, seed=seed)
         return collated(self._given(key), self._collate, empty=key.samples == 0, seed=seed)
 
     def samples(self, key: SliceKey) -> list[Any]:
@@ -239,6 +241,21 @@ def collated(samples: list[Any], collate: Collate, *, empty: bool, seed: int | N
         return once(samples)
     one, *two = (copied(samples[0]) for _ in range(3))
     return nothing_of(once([one]), once(two))
+
+
+def collated_to_keep(samples: list[Any], collate: Collate, *, seed: int | None) -> Any:
+    """Return the samples as a batch that outlives the next call of ``collate``, which may use its memory again.
+
+    Tensors and arrays are copied, unless torch has collated them; those inside of a class of a user's own are not.
+    """
+    batch = collated(samples, collate, empty=False, seed=seed)
+    return batch if collate is default_collate else map_leaves(batch, _own_copy)
+
+
+def _own_copy(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return leaf.copy("K") if isinstance(leaf, np.ndarray) else leaf
 
 
 def copied(sample: Any) -> Any:

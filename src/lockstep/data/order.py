@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,13 +22,15 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from lockstep import callsite
 from lockstep.comm.exchange import group_device
 from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import together
 from lockstep.comm.world import World
 from lockstep.data.mixing import mix, mixed
-from lockstep.data.seeding import SamplerNumbers
+from lockstep.data.seeding import SamplerNumbers, following
 from lockstep.errors import LockstepError, named
+from lockstep.text import counted
 
 #: Longer epochs are not shuffled as a list: see Note [Long epochs].
 LISTED = 2**22
@@ -255,7 +257,13 @@ def _draw(sampler: Any, *, seed: int, epoch: int) -> torch.Tensor:
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         length = len(sampler)
-        indices = list(islice(sampler, length))  # a sampler may be endless; its length defines the epoch
+        drawn = iter(sampler)
+        indices = [*following(drawn, length)]  # a sampler may be endless; its length defines the epoch
+        if next(drawn, None) is not None:
+            callsite.warn(
+                f"the sampler {type(sampler).__name__} has a length of {length} and yields more: an epoch has its "
+                f"first {counted(length, 'sample')}, where torch's DataLoader would take all"
+            )
     if len(indices) < length:
         raise ValueError(f"its length is {length}, but it yielded {len(indices)} samples")
     return as_indices(indices)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.data.contents import fingerprint
-from lockstep.data.fetch import PASSED_OVER, Collate, Fetched, collated
+from lockstep.data.fetch import PASSED_OVER, Collate, Fetched, collated, collated_to_keep
 from lockstep.data.mixing import mix
 from lockstep.data.order import share_bounds
 from lockstep.data.slicing import Slicing, sizes_in
@@ -111,7 +111,7 @@ class SliceCut(_WholeBatch):
             start, stop = bounds[number]
             if start < stop:
                 own_seed = None if seed is None else mix(seed, number)
-                batches.append(collated(samples[start:stop], collate, empty=False, seed=own_seed))
+                batches.append(collated_to_keep(samples[start:stop], collate, seed=own_seed))
                 numbers.append(number)
                 count += stop - start
         return begun._replace(batch=batches, samples=count, numbers=numbers, sizes=sizes_in(bounds))
@@ -144,7 +144,7 @@ class PartCut:
         begun, samples = _begun(read), read.samples
         if not samples:
             return begun
-        return begun._replace(batch=collated(samples, collate, empty=False, seed=seed), samples=len(samples))
+        return begun._replace(batch=collated_to_keep(samples, collate, seed=seed), samples=len(samples))
 
     def after_last(self, sample: Any, collate: Collate) -> Fetched | None:
         """See :class:`~lockstep.data.streams.dataset.StreamCut`.

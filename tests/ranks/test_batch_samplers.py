@@ -298,6 +298,7 @@ def _failing(batches: tuple[Any, ...], costs: Any) -> list[list[int]]:
         ((3,), None, "TypeError: batch 0 is 3; expected the indices of its samples"),
         (([0, 1.5],), None, "TypeError: it gave 1.5; lockstep.shard needs whole numbers as indices"),
         ((["a"],), None, "TypeError: it gave 'a'"),
+        (([0, 2**63],), None, "ValueError: it gave 9223372036854775808; lockstep.shard sends indices as"),
         (([0, 1, 2],), "sampler", "batch 0 is no pair (indices, costs)"),
         ((([0, 1], [2.0]),), "sampler", "ValueError: batch 0 has 2 samples and 1 costs"),
         ((([0, 1], [2.0, -1]),), "sampler", "ValueError: batch 0 has -1.0 for sample 1"),

@@ -86,6 +86,20 @@ def test_every_item_comes_once_and_in_order(world_size: int, length: int) -> Non
     assert max(sizes) - min(sizes) <= 1
 
 
+def _slices() -> tuple[list[list[int]], list[str], list[str]]:
+    lockstep.init()
+    kinds = ([*range(10, 17)], np.arange(10, 17), torch.arange(10, 17), Squares(7))
+    cut = [[int(item) for item in lockstep.split(each)[1:]] for each in kinds]
+    numbers = {"a": 1, "b": 2, "c": 3}
+    return cut, [*lockstep.split(numbers.keys())], [key for key, _ in lockstep.split(numbers.items())]
+
+
+def test_a_part_has_slices_and_keys_come_in_the_order_of_their_dict() -> None:
+    first, second = run_ranks(_slices, 2)
+    assert first == ([[11, 12, 13]] * 3 + [[1, 4, 9]], ["a", "c"], ["a", "c"])
+    assert second == ([[15, 16]] * 3 + [[25, 36]], ["b"], ["b"])
+
+
 def _refusals() -> list[str]:
     w = lockstep.init()
     loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)

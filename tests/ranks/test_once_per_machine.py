@@ -124,6 +124,25 @@ def test_what_goes_wrong_in_loading_is_an_error_on_every_rank(case: str, first: 
     assert all("rank 0" in str(outcome.message) for outcome in outcomes[1:])
 
 
+def _within_another() -> tuple[int, Any, Any]:
+    world = lockstep.init(timeout=60)
+    calls = 0
+
+    def words() -> np.ndarray[Any, Any]:
+        nonlocal calls
+        calls += 1
+        return np.arange(4)
+
+    table = lockstep.once_per_machine(lambda: {"words": lockstep.once_per_machine(words), "size": 4})
+    after = lockstep.once_per_machine(words)
+    assert not table["words"].flags.writeable
+    return calls, table["words"].tolist(), world.all_reduce(int(after.sum()))
+
+
+def test_a_load_may_use_what_is_loaded_once_per_machine() -> None:
+    assert run_ranks(_within_another, 3) == [(calls, [0, 1, 2, 3], 18) for calls in (2, 0, 0)]
+
+
 def test_before_init_it_is_an_error() -> None:
     with pytest.raises(lockstep.LockstepError, match="once_per_machine: no world yet"):
         lockstep.once_per_machine(lambda: 1)

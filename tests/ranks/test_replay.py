@@ -47,7 +47,7 @@ class Log(nn.Module):
 
 world = lockstep.init()
 torch.manual_seed(0)
-model = lockstep.replicate(Logarithms())
+model = lockstep.replicate(Logarithms(), precision="fp16" if "fp16" in sys.argv else None)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 sliced = "sliced" in sys.argv
 loader = lockstep.shard(DataLoader(Points(), batch_size=8, shuffle=True), **({"slices": 4} if sliced else {}))
@@ -69,7 +69,7 @@ for epoch in saved.epochs(3):
         for points, index in parts:
             outputs = model(points, index)
             loss = outputs.square().mean()
-            loss.backward()
+            lockstep.scale_loss(loss).backward()
             losses.append(loss.item())
         norm = torch.linalg.vector_norm(model.last.weight.grad.double()).item()
         optimizer.step()
@@ -131,6 +131,13 @@ def test_a_step_in_slices_is_what_the_ranks_did_bit_by_bit_and_the_run_stays_as_
         found = Replay(history.read(logs), step, 3, None, True, told)
         assert "bit by bit what 3 ranks did" in found.describe()
     assert _digests(tmp_path / "saved") == before, "neither a checkpoint nor a line of the log was touched"
+
+
+def test_losses_in_half_precision_are_told_as_the_script_logs_them(tmp_path: Path) -> None:
+    _train(tmp_path, 2, "sliced", "fp16")
+    told, done = _asked(tmp_path, 8, "sliced", "fp16")
+    assert done.code == 0, done
+    assert told["losses"] == [loss for rank in range(2) for loss in _had(tmp_path, rank)[8]["losses"]]
 
 
 def test_a_run_whose_checkpoints_are_in_a_store(tmp_path: Path) -> None:
@@ -217,7 +224,9 @@ def test_a_run_without_a_checkpointer_begins_anew(tmp_path: Path) -> None:
 def test_an_error_in_the_step_is_answered_as_well(tmp_path: Path) -> None:
     _train(tmp_path, 2)
     train = tmp_path / "train.py"
-    train.write_text(_TRAINING.replace("loss.backward()", "loss.backward()\n            assert saved.step != 6, 'six'"))
+    train.write_text(
+        _TRAINING.replace("(loss).backward()", "(loss).backward()\n            assert saved.step != 6, 'six'")
+    )
     told, done = _asked(tmp_path, 7)
     assert (told["raised"], done.code) == ("AssertionError: six", 1)
     assert len(told["losses"]) == 1

@@ -328,6 +328,7 @@ def test_a_stream_that_is_empty_on_one_rank_is_refused_at_once() -> None:
     for outcome in collect_outcomes(_empty_on_one_rank, 2, timeout=15):
         assert outcome.error == "LockstepError"
         assert "None for an empty stream" in str(outcome.message)
+        assert "Standard input is rank 0's alone" in str(outcome.message)
 
 
 class OwnIteration(DataLoader[Any]):
@@ -771,6 +772,20 @@ def test_batched_fetching_is_used_where_samples_are_not_seeded(seed_samples: boo
     assert run_ranks(_batched, 1, Batched, seed_samples)[0] == ["at once"] * 6, "nothing is drawn"
     names = [f"sample {index}" for index in range(6)] if seed_samples else ["at once"] * 6
     assert run_ranks(_batched, 1, BatchedRandom, seed_samples)[0] == names
+
+
+class BatchedLazily(Augmented):
+    def __getitems__(self, indices: list[int]) -> Iterator[tuple[float, str]]:  # type: ignore[override]
+        return ((float(index), "at once") for index in indices)
+
+
+def _batched_lazily() -> list[int]:
+    lockstep.init()
+    return [len(values) for values, _ in lockstep.shard(DataLoader(BatchedLazily(7), 6))]
+
+
+def test_batches_that_a_generator_gives_may_be_empty() -> None:
+    assert run_ranks(_batched_lazily, 2) == [[3, 1], [3, 0]]
 
 
 def _says() -> int:

@@ -118,6 +118,18 @@ def test_what_is_no_part_of_the_data_is_not_compared(make: Make) -> None:
     assert contents_of(make(1)) == contents_of(make(2))
 
 
+class Lengthless(Unsized):
+    """A dataset whose base class asks for a length that it does not have."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError("no length")
+
+
+def test_a_length_that_raises_counts_as_none() -> None:
+    assert contents_of(Lengthless(rows=[1, 2])) == {}
+    assert "dataset.indices" in contents_of(Subset(Lengthless(), [3, 1]))
+
+
 def test_a_dataset_within_itself_ends() -> None:
     endless = Own()
     endless.inner = endless  # type: ignore[attr-defined]

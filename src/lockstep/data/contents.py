@@ -16,8 +16,8 @@ one may be slow, random or have side effects. The ranks compare the data that de
 Of a path only the last part counts, since machines keep data in different folders. This holds in tables too, of which
 the index and all columns are read. Positions are spread over the whole: two random splits differ nearly everywhere.
 
-A dataset without a length, which a custom sampler may read, does not tell which attributes have one element for each
-sample: unless it is of a kind named above, nothing of it is compared.
+A dataset without a length (no ``__len__``, or one that raises), which a custom sampler may read, does not tell which
+attributes have one element for each sample: unless it is of a kind named above, nothing of it is compared.
 """
 
 from __future__ import annotations
@@ -63,11 +63,12 @@ def contents_of(dataset: Any, name: str = "dataset", *, depth: int = 0) -> dict[
         return {k: v for key, part in named for k, v in _within(part, f"{name}.datasets[{key!r}]", depth).items()}
     if is_hugging_face(dataset):
         return {name: _rows_of(dataset)}
-    if not hasattr(dataset, "__len__"):
+    length = _length_of(dataset)
+    if length is None:
         return {}
-    if _is_column(dataset, len(dataset)):
+    if _is_column(dataset, length):
         return {name: _some_of(dataset)}
-    return _attributes(dataset, name, depth)
+    return _attributes(dataset, name, length, depth)
 
 
 def is_hugging_face(dataset: object) -> bool:
@@ -80,9 +81,15 @@ def _within(dataset: Any, name: str, depth: int) -> dict[str, str]:
     return {} if depth == _DEEPEST else contents_of(dataset, name, depth=depth + 1)
 
 
-def _attributes(dataset: Any, name: str, depth: int) -> dict[str, str]:
+def _length_of(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except Exception:  # noqa: BLE001  (a __len__ that a base class demands, and that says that there is no length)
+        return None
+
+
+def _attributes(dataset: Any, name: str, length: int, depth: int) -> dict[str, str]:
     found: dict[str, str] = {}
-    length = len(dataset)
     for key, value in getattr(dataset, "__dict__", {}).items():
         if key.startswith("_"):
             continue

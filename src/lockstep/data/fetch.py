@@ -199,7 +199,8 @@ class FetchingDataset(Dataset[Fetched]):
     def _samples(self, indices: list[int]) -> list[Any]:
         dataset = self.dataset
         if self._fetches_batches:
-            return dataset.__getitems__(indices)  # type: ignore[no-any-return]
+            at_once = dataset.__getitems__(indices)
+            return [*at_once] if isinstance(at_once, Iterator) else at_once  # type: ignore[no-any-return]
         if self.at_work is None:
             return [dataset[index] for index in indices]
         return [self._sample(index) for index in indices]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import faulthandler
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from lockstep import callsite
@@ -32,6 +33,8 @@ from lockstep.errors import LockstepError
 Loaded = TypeVar("Loaded")
 
 _NAME = "lockstep.once_per_machine"
+#: True while this rank is in the ``load`` of a call.
+_loading: ContextVar[bool] = ContextVar("loading", default=False)
 
 
 @of_all_ranks(f"{_NAME}()")
@@ -54,7 +57,7 @@ def once_per_machine(load: Callable[[], Loaded]) -> Loaded:
         load: returns tensors on the CPU, arrays of numbers, texts or dates, and plain values (None, bool, numbers, str,
             bytes), in tuples, lists, dicts, named tuples, dataclasses and mappings. Tensors and arrays are shared;
             everything else is copied to each rank, so put many texts into an array. It is called once on each machine,
-            and must not be collective.
+            and must not be collective. A call of ``once_per_machine`` in it just loads.
 
     Raises:
         LockstepError: ``lockstep.init()`` has not been called, or ``load`` failed on another rank.
@@ -65,6 +68,8 @@ def once_per_machine(load: Callable[[], Loaded]) -> Loaded:
     world = current_world()
     if world is None:
         raise LockstepError(f"{_NAME}: no world yet; call lockstep.init() first")
+    if _loading.get():  # (the other ranks are in the outer call, which hands over all that it returns)
+        return load()
     local = connect(world, (Handed,))
     try:
         if local.why_not and local.leads:
@@ -81,6 +86,7 @@ def once_per_machine(load: Callable[[], Loaded]) -> Loaded:
 
 
 def _packed(load: Callable[[], Any]) -> Parcel:
+    token = _loading.set(True)
     try:
         return Parcel.of([load()])
     except Unpackable as error:
@@ -88,6 +94,8 @@ def _packed(load: Callable[[], Any]) -> Parcel:
             f"{_NAME}: load() has returned {error}, which can't be shared: return tensors on the CPU, arrays of "
             "numbers, and plain values, in lists, tuples, dicts, named tuples or dataclasses"
         ) from None
+    finally:
+        _loading.reset(token)
 
 
 def _handed_over(local: LocalRanks, parcel: Parcel) -> Any:

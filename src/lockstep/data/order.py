@@ -274,9 +274,12 @@ def as_indices(given: Iterable[Any]) -> torch.Tensor:
 
     Raises:
         TypeError: one is not a whole number.
+        ValueError: one does not fit into 64 bits.
     """
     indices = list(given)
     for index in indices:
         if isinstance(index, bool) or not hasattr(index, "__index__"):
             raise TypeError(f"it gave {index!r}; lockstep.shard needs whole numbers as indices")
+        if not -(2**63) <= int(index) < 2**63:
+            raise ValueError(f"it gave {index}; lockstep.shard sends indices as whole numbers of 64 bits")
     return torch.tensor([int(index) for index in indices], dtype=torch.int64)

@@ -11,10 +11,10 @@ asks for it, and an iterable without a length is always divided so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, Sized
 from collections.abc import Set as AbstractSet
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from torch.utils.data import DataLoader, Dataset
 
@@ -128,8 +128,16 @@ class Split(Dataset[Item]):
         """Return the number of this rank's items; a TypeError, like that of :attr:`indices`, if it is not known."""
         return len(self.indices)
 
-    def __getitem__(self, number: int) -> Item:
-        """Return one of this rank's items, by its number among them."""
+    @overload
+    def __getitem__(self, number: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[Item]: ...
+
+    def __getitem__(self, number: int | slice) -> Item | list[Item]:
+        """Return one of this rank's items, by its number among them, or a list of those of a slice."""
+        if isinstance(number, slice):
+            return [_element(self._items, index) for index in self.indices[number]]
         item: Item = _element(self._items, self.indices[number])
         return item
 
@@ -176,7 +184,7 @@ def _refuse_unfit(items: object) -> None:
         )
     if isinstance(items, (str, bytes)):
         raise TypeError(f"lockstep.split takes a list or another iterable, not a {kind}: {items[:40]!r}")
-    if isinstance(items, AbstractSet):
+    if isinstance(items, AbstractSet) and not isinstance(items, (KeysView, ItemsView)):  # (these are in a dict's order)
         raise TypeError(f"lockstep.split: a {kind} has no order that all ranks share: pass sorted(items)")
     if isinstance(items, Mapping):
         raise TypeError(f"lockstep.split: a {kind} is no list: pass list(items) for its keys, or list(items.items())")

@@ -72,7 +72,7 @@ class Bisection:
         if self.differ_at is None:
             lines.append(f"equal in all {self.compared:,} steps that both have digests of, to step {self.equal_at:,}")
             return "\n".join(lines)
-        since = "from the first step on that both have digests of" if self.equal_at is None else ""
+        since = "not equal from the first step on that both have digests of" if self.equal_at is None else ""
         lines.append(since or f"equal to step {self.equal_at:,}")
         if self.other_samples is not None:
             lines.append(
@@ -193,16 +193,17 @@ def _differences(a: Run, b: Run) -> Iterator[str]:
 def _facts(a: Run, b: Run) -> Iterator[tuple[str, object, object]]:
     yield "the program and its arguments", a.program, b.program
     yield "ranks", a.world_size, b.world_size
-    yield "seeds of the loaders", _seeds(a), _seeds(b)
+    yield "seeds of the loaders", _of_loaders(a, "seed"), _of_loaders(b, "seed")
+    yield "slices of the loaders", _of_loaders(a, "slices"), _of_loaders(b, "slices")
     yield "lockstep", a.about.get("lockstep"), b.about.get("lockstep")
     one, other = (run.about.get("environment") or {} for run in (a, b))
     for name in ("python", "torch", "processor", "gpus", "variables"):
         yield name, one.get(name), other.get(name)
 
 
-def _seeds(run: Run) -> str:
-    seeds = dict.fromkeys(str(each["seed"]) for start in run.about["starts"] for each in start.get("loaders", ()))
-    return ", ".join(seeds) or "none"
+def _of_loaders(run: Run, setting: str) -> str:
+    found = [each.get(setting) for start in run.about["starts"] for each in start.get("loaders", ())]
+    return ", ".join(dict.fromkeys("none" if each is None else str(each) for each in found)) or "none"
 
 
 def _why_nothing(a: Run, b: Run, first: dict[int, Held], second: dict[int, Held]) -> str:

@@ -49,6 +49,7 @@ from lockstep.data.mixing import mix
 from lockstep.data.steps import Step
 from lockstep.errors import CheckpointCorrupt, named
 from lockstep.job import flight
+from lockstep.step import loss_scale
 from lockstep.step.streams import RandomStreams
 from lockstep.tools.again.samples import Part, Wanted, parts_of
 from lockstep.trees import parts_of as tree_parts
@@ -226,9 +227,10 @@ class _StepWatch:
     def _note_losses(self, tensors: Any) -> None:
         if not self.is_in_step:
             return
+        scale = loss_scale.in_force()  # (of precision="fp16": every backward is of a loss that is multiplied by it)
         for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
             if tensor.numel() == 1:
-                self._losses.append(float(tensor.detach()))
+                self._losses.append(float(tensor.detach()) / (1.0 if scale is None else scale.scale))
             self._look(tensor, "the loss", "loss", rows=tensor.ndim > 0)
 
     @torch.no_grad()

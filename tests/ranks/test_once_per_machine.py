@@ -133,7 +133,10 @@ def _within_another() -> tuple[int, Any, Any]:
         calls += 1
         return np.arange(4)
 
-    table = lockstep.once_per_machine(lambda: {"words": lockstep.once_per_machine(words), "size": 4})
+    def both() -> dict[str, Any]:
+        return {"words": lockstep.once_per_machine(words), "size": 4}
+
+    table = lockstep.once_per_machine(both)
     after = lockstep.once_per_machine(words)
     assert not table["words"].flags.writeable
     return calls, table["words"].tolist(), world.all_reduce(int(after.sum()))

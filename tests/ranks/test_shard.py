@@ -775,7 +775,7 @@ def test_batched_fetching_is_used_where_samples_are_not_seeded(seed_samples: boo
 
 
 class BatchedLazily(Augmented):
-    def __getitems__(self, indices: list[int]) -> Iterator[tuple[float, str]]:  # type: ignore[override]
+    def __getitems__(self, indices: list[int]) -> Iterator[tuple[float, str]]:
         return ((float(index), "at once") for index in indices)
 
 

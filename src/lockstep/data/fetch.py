@@ -200,7 +200,7 @@ class FetchingDataset(Dataset[Fetched]):
         dataset = self.dataset
         if self._fetches_batches:
             at_once = dataset.__getitems__(indices)
-            return [*at_once] if isinstance(at_once, Iterator) else at_once  # type: ignore[no-any-return]
+            return [*at_once] if isinstance(at_once, Iterator) else at_once
         if self.at_work is None:
             return [dataset[index] for index in indices]
         return [self._sample(index) for index in indices]

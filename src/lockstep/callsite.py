@@ -52,6 +52,13 @@ def user_frame_and_depth(frame: FrameType | None) -> tuple[FrameType | None, int
     return None, depth
 
 
+def frame_of(code: CodeType, frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame that runs ``code`` among ``frame`` and its callers, or None."""
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
+
+
 def words(code: CodeType, line: int) -> str:
     """Return the place of a line in words: ``train.py:30 in step``."""
     path = code.co_filename

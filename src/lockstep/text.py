@@ -182,6 +182,11 @@ def sentence(words: str) -> str:
     return words if words.endswith((".", "!", "?")) else f"{words}."
 
 
+def in_one_line(words: str) -> str:
+    """Return words with one space in the place of each line break and other white space."""
+    return " ".join(words.split())
+
+
 def last_lines(words: str, most: int) -> list[str]:
     """Return the last ``most`` lines of ``words`` that are not blank, without trailing blanks."""
     return [line.rstrip() for line in words.splitlines() if line.strip()][-most:]

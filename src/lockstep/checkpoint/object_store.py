@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from lockstep import knobs
 from lockstep.checkpoint.store_packages import Package, package_of
 from lockstep.errors import CheckpointError
-from lockstep.text import as_duration, counted
+from lockstep.text import as_duration, counted, in_one_line
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -337,5 +337,5 @@ def _is_final(error: Exception) -> bool:
 
 def _words(error: Exception) -> str:
     """Return what a store's library says, in one line."""
-    text = " ".join(str(error).split())
+    text = in_one_line(str(error))
     return text if isinstance(error, PermissionError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")

@@ -29,6 +29,8 @@ import ctypes
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from lockstep.text import in_one_line
+
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
@@ -90,7 +92,7 @@ class Google(Package):
 
     def translated(self, error: Exception) -> Exception:
         """See the class above. A token that is out of date (401, too) may be renewed before the next attempt."""
-        words = _line(error)
+        words = in_one_line(str(error))
         code = str(getattr(error, "code", ""))
         if code == "401" and "Invalid Credentials" not in words:
             if getattr(self.fs.credentials, "credentials", None) is None:
@@ -150,7 +152,3 @@ def _limit_end(fs: AbstractFileSystem) -> None:
         if whole is not None and whole[1] is sync:
             finalizer.detach()
             weakref.finalize(fs, sync, *whole[2], **{**(whole[3] or {}), "timeout": _CLOSING})
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())

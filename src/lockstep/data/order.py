@@ -280,6 +280,9 @@ def as_indices(given: Iterable[Any]) -> torch.Tensor:
     for index in indices:
         if isinstance(index, bool) or not hasattr(index, "__index__"):
             raise TypeError(f"it gave {index!r}; lockstep.shard needs whole numbers as indices")
-        if not -(2**63) <= int(index) < 2**63:
-            raise ValueError(f"it gave {index}; lockstep.shard sends indices as whole numbers of 64 bits")
-    return torch.tensor([int(index) for index in indices], dtype=torch.int64)
+    numbers = [int(index) for index in indices]
+    try:
+        return torch.from_numpy(np.array(numbers, dtype=np.int64))
+    except OverflowError:
+        long = next(number for number in numbers if not -(2**63) <= number < 2**63)
+        raise ValueError(f"it gave {long}; lockstep.shard sends indices as whole numbers of 64 bits") from None

@@ -27,7 +27,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from lockstep import _torch
-from lockstep.callsite import user_frame, user_frame_and_depth, words
+from lockstep.callsite import frame_of, user_frame, user_frame_and_depth, words
 from lockstep.job.files import JobFiles
 from lockstep.job.page import ENTERED, PAGE, SERIAL, STACK_SIGNAL, WAITS, Cell, Pages, Phase, Text, encode
 from lockstep.job.throughput import StepFlops
@@ -232,11 +232,7 @@ def _collects(phase: str, info: dict[str, int]) -> None:
 
 def is_noting_collection(frame: FrameType | None) -> bool:
     """Return whether ``frame`` or one that it was called from notes a collection: Python drops what is raised there."""
-    while frame is not None:
-        if frame.f_code is _collects.__code__:
-            return True
-        frame = frame.f_back
-    return False
+    return frame_of(_collects.__code__, frame) is not None
 
 
 def use(flight: Flight) -> Flight:

@@ -40,6 +40,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from lockstep import knobs
+from lockstep.callsite import frame_of
 from lockstep.errors import PeerLost
 from lockstep.job import flight, terminal
 from lockstep.job.files import JobFiles
@@ -49,7 +50,7 @@ from lockstep.job.page import Cell, Pages
 LEAD = 2
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _SAVE = signal.SIGUSR1
-#: Seconds until a signal that comes again does.
+#: Seconds until a signal is sent again.
 _MOMENT = 0.001
 #: The code in which multiprocessing forks a worker.
 _LAUNCH = popen_fork.Popen._launch.__code__  # type: ignore[attr-defined]  # (private)
@@ -406,9 +407,8 @@ def _spare_daemons(requests: Requests) -> None:
 
 def _becomes_daemon(frame: FrameType | None) -> bool:
     """Return whether multiprocessing has just forked this process, and is about to make it a daemon."""
-    while frame is not None and frame.f_code is not _LAUNCH:
-        frame = frame.f_back
-    return frame is not None and bool(frame.f_locals["process_obj"].daemon)
+    launching = frame_of(_LAUNCH, frame)
+    return launching is not None and bool(launching.f_locals["process_obj"].daemon)
 
 
 @contextmanager

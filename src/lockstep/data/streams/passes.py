@@ -116,14 +116,14 @@ class WholePass:
         prints = all_gather_records(fingerprint, self._world.group)
         # (What is passed over by a state has been compared with what came when the state was saved.)
         if len({each for each in prints if each != PASSED_OVER}) > 1:
-            empty = (
-                ". Standard input is rank 0's alone, and a pipe or a connection may be read once: write what comes of "
-                "it to a file first"
+            read_once = (
+                ". Standard input is rank 0's alone, and a pipe or a connection can be read only once: save what it "
+                "gives to a file, and read that"
             )
             raise LockstepError(
                 f"rank {self._world.rank}: the ranks read different streams: the first global batch of epoch "
                 f"{self._epoch} is not the same everywhere (fingerprints by rank, None for an empty stream: "
                 f"{prints}). If the dataset gives each rank a part of its own, say so: lockstep.shard(loader, "
                 'stream="parts"). If every rank is to read all of it and keep its share of each batch, let nothing in '
-                f"it depend on the rank{empty if None in prints else ''}"
+                f"it depend on the rank{read_once if None in prints else ''}"
             )

@@ -92,7 +92,7 @@ class LeaderCut:
 
         def share_of(cut: StreamCut, collate: Collate) -> Fetched:
             share = cut.batch(read, collate, seed=seed)
-            return share._replace(fingerprint=print_) if read.samples else share
+            return share._replace(fingerprint=print_) if begins else share
 
         parcel: Parcel | str = self._why_not
         if not parcel:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
+from lockstep.text import in_one_line
 from lockstep.tools.port.remarks import Remark, RemarkKind
 from lockstep.tools.port.script import Script, Statement, argument, constant
 from lockstep.tools.port.values import Kind, ScriptValues
@@ -87,7 +88,7 @@ class Porting:
 
     def short(self, node: cst.CSTNode) -> str:
         """Return the text of a node in one line that is not long."""
-        text = " ".join(self.script.source(node).split())
+        text = in_one_line(self.script.source(node))
         return text if len(text) <= 60 else f"{text[:57]}..."
 
     # The world.

@@ -18,6 +18,7 @@ import sys
 
 import libcst as cst
 
+from lockstep.text import in_one_line
 from lockstep.tools.port.porting import SEEDING, Porting
 from lockstep.tools.port.rules.devices import PLACES, port_devices
 from lockstep.tools.port.script import Statement, argument, constant, is_cuda
@@ -572,7 +573,7 @@ def _download_first(porting: Porting, call: cst.Call, whole: Statement) -> None:
     """Download in a statement of its own, before one in which all ranks do something together."""
     script = porting.script
     deeper = script.indent(whole) + script.module.default_indent
-    text = " ".join(script.source(call).split())
+    text = in_one_line(script.source(call))
     script.insert_before(whole, lambda: f"with {porting.world(call)}.main_first():\n{deeper}{text}")
     porting.changed(call, "world.main_first", "rank 0 downloads before the others look for the files")
 

@@ -11,9 +11,9 @@ import pytest
 
 from lockstep.job.files import FailureRecord
 from lockstep.job.workers import AtWork, Fetching, find
+from lockstep.launch.causes import explain, out_of_memory
 from lockstep.launch.evidence import MachineFacts, MemoryGroup, machine_memory, memory_group
 from lockstep.launch.policy import Ending, RankState
-from lockstep.launch.report import explain, out_of_memory
 
 _GIB = 1 << 30
 _QUIET = MachineFacts(

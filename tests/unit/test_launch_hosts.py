@@ -8,9 +8,9 @@ import shlex
 import pytest
 
 from lockstep import EnvironmentMismatch, LaunchError, knobs
+from lockstep.launch.console import MET
 from lockstep.launch.hosted import Order, _Guard
 from lockstep.launch.hosts import Line, refuse_with_hosts
-from lockstep.launch.report import MET
 from lockstep.remote.frames import FrameKind, Frames, Greeting, frame
 from lockstep.remote.ssh import Host, meeting_place, parse_hosts, passed_on
 

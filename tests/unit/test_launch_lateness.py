@@ -19,9 +19,9 @@ import pytest
 from lockstep import _proc
 from lockstep.job.hang import HangKind, HangVerdict, Standstill
 from lockstep.job.page import Phase
-from lockstep.launch import evidence, report
+from lockstep.launch import evidence, lateness
 from lockstep.launch.evidence import Frame, Stillness
-from lockstep.launch.report import Known
+from lockstep.launch.lateness import Known
 from tests.launching import wait_for
 from tests.unit.test_job_hang import NOW, _look
 
@@ -259,7 +259,7 @@ def test_the_report_names_the_late_rank_its_place_and_where_the_others_wait() ->
         stack=evidence.parse_stack(_DUMP),
     )
     waits = _known(0, look=_look(waiting=True, waits_in="all_reduce #12 at train.py:30 in step"))
-    text = report.describe_late(
+    text = lateness.describe_late(
         HangVerdict(HangKind.LATE, (1,), (0,), NOW - 7), {0: waits, 1: late}, now=NOW, world_size=2
     )
     assert text.splitlines()[:5] == [
@@ -277,7 +277,7 @@ def test_a_rank_is_placed_by_its_stack_or_by_what_it_waited_in_last() -> None:
     def said(**changes: object) -> str:
         verdict = HangVerdict(HangKind.LATE, (1,), (0,), NOW - 7)
         ranks = {0: _known(0, look=_look(waiting=True, waits_in="barrier at train.py:3")), 1: _known(1, **changes)}
-        return report.describe_late(verdict, ranks, now=NOW, world_size=2)
+        return lateness.describe_late(verdict, ranks, now=NOW, world_size=2)
 
     stack = evidence.parse_stack(_DUMP)
     assert "  in forward for 7 s, at /home/me/train.py:12 in evaluate, 1 step taken" in said(
@@ -298,14 +298,14 @@ def test_ranks_that_all_wait_are_told_apart_and_from_other_machines() -> None:
     one = _known(0, look=_look(waiting=True, waits_in="barrier at train.py:3"))
     other = _known(1, look=_look(waiting=True, waits_in="all_reduce at train.py:9", steps=11))
     verdict = HangVerdict(HangKind.APART, (), (0, 1), NOW - 7)
-    text = report.describe_late(verdict, {0: one, 1: other}, now=NOW, world_size=2)
+    text = lateness.describe_late(verdict, {0: one, 1: other}, now=NOW, world_size=2)
     assert text.startswith(
         "rank 1 of 2 has left out the collective that the others wait in, or they have one too many: "
         "all ranks have waited for 7 s\n"
     )
     assert "rank 0 waits in barrier at train.py:3" in text
     assert "it waits in all_reduce at train.py:9" in text
-    elsewhere = report.describe_late(verdict, {0: one, 1: other}, now=NOW, world_size=4)
+    elsewhere = lateness.describe_late(verdict, {0: one, 1: other}, now=NOW, world_size=4)
     assert elsewhere.startswith("all ranks of this machine have waited for 7 s: the late one is on another machine")
 
 
@@ -331,6 +331,6 @@ def test_a_rank_in_the_garbage_collector_is_named_so_and_keeps_its_stack(tmp_pat
         "test_a_rank_in_the_garbage_collector_is_named_so_and_keeps_its_stack",
     ]
     late = _known(1, stack=stack)
-    text = report.describe_late(HangVerdict(HangKind.LATE, (1,), (), NOW - 7), {1: late}, now=NOW, world_size=2)
+    text = lateness.describe_late(HangVerdict(HangKind.LATE, (1,), (), NOW - 7), {1: late}, now=NOW, world_size=2)
     assert "  Python's garbage collector is running" in text
     assert text.splitlines()[-1].startswith("next: call gc.freeze() ")

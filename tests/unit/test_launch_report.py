@@ -10,7 +10,7 @@ from signal import SIGABRT, SIGINT, SIGKILL, SIGQUIT, SIGSEGV, SIGTERM
 import pytest
 
 from lockstep.job.files import EXIT_SAVED, FailureRecord, StopNote
-from lockstep.launch import report
+from lockstep.launch import causes
 from lockstep.launch.evidence import MachineFacts
 from lockstep.launch.policy import Ending, KilledFor, RankState
 from lockstep.launch.report import Outcome, describe, stopped
@@ -295,7 +295,7 @@ Extension modules: numpy._core._multiarray_umath, {modules} (total: 90)
 
 
 def test_of_a_crash_that_python_has_shown_the_users_lines_are_repeated(tmp_path: Path) -> None:
-    ours, modules = str(Path(report.__file__).parents[1]), ", ".join(f"torch._C{number}" for number in range(300))
+    ours, modules = str(Path(causes.__file__).parents[1]), ", ".join(f"torch._C{number}" for number in range(300))
     log = tmp_path / "rank1.log"
     log.write_text(_CRASHED.format(before="step 1\n" * 5000, ours=ours, modules=modules))
     crashed = _ending(1, -SIGSEGV, 5.0)
@@ -311,7 +311,7 @@ def test_of_a_crash_that_python_has_shown_the_users_lines_are_repeated(tmp_path:
 
 
 def test_a_crash_that_a_rank_has_left_in_its_folder_names_the_users_line() -> None:
-    ours = str(Path(report.__file__).parents[1])
+    ours = str(Path(causes.__file__).parents[1])
     text = _CRASHED.format(before="", ours=ours, modules="torch._C")
     crashed = Ending(_ending(1, -SIGSEGV, 5.0).state, None, shown=True, crash=text)
     lines = describe(_outcome(_ending(0, -SIGTERM, 6.0), crashed)).splitlines()
@@ -325,8 +325,8 @@ def test_of_a_crash_in_a_thread_without_python_the_main_threads_line_is_told() -
         '  File "/home/me/other.py", line 2 in watch\n\nThread 0x00007f00bbbbbbbb (most recent call first):\n'
         '  File "/home/me/train.py", line 30 in <module>\n\nExtension modules: a (total: 1)\n'
     )
-    assert report.stack_of_crash(text) == [
+    assert causes.stack_of_crash(text) == [
         "Fatal Python error: Aborted, in a thread that runs no Python; the main thread was here:",
         '  File "/home/me/train.py", line 30 in <module>',
     ]
-    assert report.stack_of_crash("Fatal Python error: Aborted\n\n<no Python frame>\n") == []
+    assert causes.stack_of_crash("Fatal Python error: Aborted\n\n<no Python frame>\n") == []

@@ -187,7 +187,7 @@ def run(
         if hosts is not None:
             sys.exit(_run_on_hosts(hosts, given))
         from lockstep.debugger.lender import find_terminal
-        from lockstep.launch import report
+        from lockstep.launch import console, report
         from lockstep.launch.binding import Bind
         from lockstep.launch.on_hang import OnHang
         from lockstep.launch.run import run as run_job  # refuses other systems than Linux
@@ -236,11 +236,11 @@ def run(
                 "--pdb: standard input is not a terminal, so nobody could use the debugger (ssh -t has one)"
             )
         if not (ranks or place.ranks or hosted or spec.quiet):
-            report.say(report.ranks_by_default(nproc, cores=cores, gpus=gpus))
+            console.say(report.ranks_by_default(nproc, cores=cores, gpus=gpus))
         sys.exit(run_job(spec))
     except (ValueError, LockstepError) as error:
         if hosted:
-            from lockstep.launch.report import say
+            from lockstep.launch.console import say
 
             say(str(error), once=str(error))  # shown where the user is
         else:

@@ -32,7 +32,7 @@ from lockstep.interactive.messages import (
 from lockstep.interactive.output import CellFigure, CellText, KeptOutput, RankPipe
 from lockstep.interactive.pool import RankPool
 from lockstep.job.messages import Channel
-from lockstep.launch import report
+from lockstep.launch import console
 from lockstep.launch.returned import NotReturned, Returned
 from lockstep.text import joined, sentence, which_ranks
 
@@ -96,7 +96,7 @@ class RunningCell:
         #: Rank -> its mark, and since when it is the same, while it waits for others.
         self._waits: dict[int, tuple[int, float]] = {}
         self._error: LaunchError | None = None
-        report.say_on(self)
+        console.say_on(self)
 
     def start(self) -> None:
         """Tell the ranks to run it."""
@@ -112,7 +112,7 @@ class RunningCell:
         return self._stage is _CellStage.OVER
 
     def show(self, text: str) -> None:
-        """Take a message of the launcher's own: a rank is late, say. (See ``say_on`` in launch/report.py.)"""
+        """Take a message of the launcher's own: a rank is late, say. (See ``say_on`` in launch/console.py.)"""
         self._notes.append(text)
 
     def turn(self) -> list[CellText | CellFigure | str]:
@@ -141,7 +141,7 @@ class RunningCell:
         self._act(now)
         if self.is_over:
             heard += self._pool.drain()
-            report.say_on(None)
+            console.say_on(None)
         for each in heard:
             if isinstance(each, CellText):
                 self.output[each.rank].add(each)

@@ -11,13 +11,13 @@ from lockstep import knobs
 from lockstep.errors import EnvironmentMismatch, LaunchError, RankFailed
 from lockstep.job.files import EXIT_SAVED
 from lockstep.launch import report
+from lockstep.launch.console import say
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
 from lockstep.launch.output import LogFolder
 from lockstep.launch.packed_call import PackedCall
 from lockstep.launch.policy import failure_facts
 from lockstep.launch.ports import free_port
-from lockstep.launch.report import say
 from lockstep.launch.spec import JobSpec, Program
 from lockstep.runs.record import Recorder, RunEnd
 

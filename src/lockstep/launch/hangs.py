@@ -31,11 +31,11 @@ from lockstep.job.hang import (
 )
 from lockstep.job.page import STACK_SIGNAL, Cell, Look, Mark, Pages, Phase, Text
 from lockstep.job.summary import Summary
-from lockstep.launch import evidence, report
+from lockstep.launch import evidence, lateness
 from lockstep.launch.evidence import ProcessFacts, Stillness
+from lockstep.launch.lateness import Known
 from lockstep.launch.policy import RankState
 from lockstep.launch.ras import RasAddress, RasQuestion
-from lockstep.launch.report import Known
 
 #: Processor seconds per second above which a rank in a backward works rather than waits.
 _WORKS = 0.2
@@ -242,7 +242,7 @@ class HangWatch:
         """Return the last message when all ranks have ended: that late ranks have moved on, if all is well."""
         if self._verdict is None or any(state.exit_code != 0 for state in states.values()):
             return []
-        text = report.over(self._verdict, now=time.monotonic())
+        text = lateness.over(self._verdict, now=time.monotonic())
         self._verdict, self.reported, self.text, self.finding = None, None, "", ""
         return [text]
 
@@ -401,8 +401,8 @@ class HangWatch:
             verdict = replace(verdict, late=late)
         self._verdict = verdict
         self._reported = self._marks()
-        self.finding = report.describe_hang(verdict, known, now=now, world_size=self._world_size)
-        self.text = report.describe_late(verdict, known, now=now, world_size=self._world_size)
+        self.finding = lateness.describe_hang(verdict, known, now=now, world_size=self._world_size)
+        self.text = lateness.describe_late(verdict, known, now=now, world_size=self._world_size)
         self.reported = ReportedHang(verdict, now, self.text, asked.begins)
         self._files.mark_late(self.text)
         if self._ras is not None and any(known[rank].look.on_device for rank in verdict.waiting):
@@ -456,7 +456,7 @@ class HangWatch:
         self._verdict, self.reported, self.text, self.finding = None, None, "", ""
         self._files.mark_late("")
         self.close()
-        return [report.over(verdict, now=now)]
+        return [lateness.over(verdict, now=now)]
 
 
 def _is_excused(known: Known, asked: _Suspicion, *, held: float, now: float) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lockstep.errors import LaunchError
-from lockstep.launch import processes, report
+from lockstep.launch import console, processes
 from lockstep.launch.output import open_pty
 from lockstep.launch.ports import free_port
 from lockstep.launch.processes import SAVE, STOPPING, SignalQueue
@@ -96,7 +96,7 @@ def obey() -> Order:
         os.dup2(output[1] if error is None else error[1], 2)
         for fd in (nothing, *output, *(error or ()), said[0]):
             os.close(fd)
-        report.say_to(said[1])
+        console.say_to(said[1])
         return order
     for pair in (output, error, said):
         if pair is not None:
@@ -192,9 +192,9 @@ class _Guard:
             if said or fd in ready:
                 while self._take(fd, kind) and said:
                     pass
-                if kind is FrameKind.SAID and not self._has_met and report.MET in self._messages:
+                if kind is FrameKind.SAID and not self._has_met and console.MET in self._messages:
                     self._has_met = True
-                    self._pass_on_messages(self._messages.index(report.MET) + 1)
+                    self._pass_on_messages(self._messages.index(console.MET) + 1)
         self._pass_on_messages(len(self._messages))
 
     def _pass_on_messages(self, count: int) -> None:

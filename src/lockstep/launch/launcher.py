@@ -26,6 +26,7 @@ from lockstep.job.summary import RunSummary, Summary
 from lockstep.launch import watchdog
 from lockstep.launch.binding import Binding, bind_ranks
 from lockstep.launch.channel import Answer, Broken, Exited, Fork, Started, ZygoteHandle
+from lockstep.launch.console import say
 from lockstep.launch.evidence import MachineFacts, memory_group, read_crash
 from lockstep.launch.hangs import HangWatch, ReportedHang
 from lockstep.launch.notify import Notice, Notifier
@@ -33,7 +34,7 @@ from lockstep.launch.on_hang import HangAction, HangResponse, dump
 from lockstep.launch.output import Streams
 from lockstep.launch.policy import Ending, Order, Policy
 from lockstep.launch.ras import RasAddress
-from lockstep.launch.report import Outcome, say
+from lockstep.launch.report import Outcome
 from lockstep.launch.spec import JobSpec, rank_environment
 from lockstep.launch.tracing import Tracer
 from lockstep.machine import is_loopback

@@ -25,7 +25,7 @@ from lockstep._files import describe as describe_error
 from lockstep.errors import LaunchError
 from lockstep.job import terminal
 from lockstep.job.notes import unwritten
-from lockstep.launch.report import say
+from lockstep.launch.console import say
 from lockstep.launch.spec import JobSpec, Output
 from lockstep.runs.homes import default_home, make_spare_home
 

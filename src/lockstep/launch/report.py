@@ -1,106 +1,31 @@
-"""Say how a job ended, what killed the rank that failed first, and which rank holds up the others."""
+"""Say with which ranks a job begins, and how it ended."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import resource
 import signal
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
-from lockstep.callsite import is_library
-from lockstep.job.fates import advice
 from lockstep.job.files import EXIT_SAVED, StopNote
-from lockstep.job.hang import HangKind, HangVerdict, odd_ones
 from lockstep.job.page import NAMES, Look, Phase
-from lockstep.launch.evidence import CRASH, MachineFacts, ProcessFacts, Stack
+from lockstep.launch.causes import CRASHES, apart_in_a_crash, explain, out_of_memory, stack_of_crash
+from lockstep.launch.evidence import MachineFacts
 from lockstep.launch.policy import FAILURE_GRACE, TIME_LIMIT, Ending, Failure, KilledFor, Refusal, first_failure
 from lockstep.launch.processes import name
 from lockstep.rendezvous.messages import Round
-from lockstep.text import NEXT, as_size, counted, last_lines, which_ranks
+from lockstep.text import counted, last_lines, which_ranks
 
-#: The most ranks that are listed one by one.
-_RANKS = 16
 #: Characters of an error's first line that a report repeats where its traceback was shown.
 _BRIEF = 200
 #: Lines and bytes of a rank's last output that are repeated if it was not shown and nothing else explains the end.
 _LAST_LINES, _LAST_BYTES = 8, 2000
 #: Bytes of it in which a stack is looked for that Python has written because of a crash.
 _STACK_BYTES = 32_000
-#: A library's frame in such a stack.
-_IN_LIBRARY = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 #: Stands for the rank that an error begins with.
 _ANY_RANK = "rank #"
-
-
-class Screen(Protocol):
-    """Shows messages where ranks write as well."""
-
-    def show(self, text: str) -> None:
-        """Show a message on lines of its own."""
-        ...
-
-
-#: The message that only says that the launchers have found each other.
-MET = b'{"met": true}'
-#: The descriptor to which messages are written as JSON lines, to be shown elsewhere; None: standard error is used.
-_reader: int | None = None
-#: The screen that shows messages while ranks write; None: there are no ranks.
-_screen: Screen | None = None
-
-
-def say_on(screen: Screen | None) -> None:
-    """Have ``screen`` show messages from now on; None: show them as if nothing else wrote there."""
-    global _screen
-    _screen = screen
-
-
-def say_to(fd: int) -> None:
-    """Write messages to ``fd`` as JSON lines from now on, for the process that shows several launchers' (hosts.py)."""
-    global _reader
-    _reader = fd
-
-
-def say(text: str, *, once: str = "", later: bool = False) -> None:
-    """Print one of lockstep's own messages, after everything the ranks wrote.
-
-    Args:
-        text: the message.
-        once: a name under which the launchers of other machines print this message, too; it is shown once if the
-            messages of all are shown in one place. Empty: it is about this machine.
-        later: if another machine's launcher sends this message, which knows more, that one is shown instead.
-    """
-    if _reader is None:
-        (show if _screen is None else _screen.show)(f"lockstep: {text}")
-    else:
-        os.write(_reader, json.dumps({"text": text, "once": once, "later": later}).encode() + b"\n")
-
-
-def show(text: str) -> None:
-    """Print a line on standard error; where that is closed, or its reader has gone, print nothing from then on.
-
-    How a job ends must not depend on whether its messages are read.
-    """
-    if sys.stderr is None:  # closed when Python started; print would take standard output instead
-        return
-    try:
-        print(text, file=sys.stderr, flush=True)
-    except OSError:
-        # Python flushes what is left once more at its end, and would leave with an exit code of its own.
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, 2)
-        os.close(nothing)
-
-
-def met() -> None:
-    """Tell the process that shows the messages of several launchers that the launchers have found each other."""
-    if _reader is not None:
-        os.write(_reader, MET + b"\n")
 
 
 def ranks_by_default(count: int, *, cores: int, gpus: int) -> str:
@@ -236,7 +161,7 @@ def _own_way(ending: Ending, *, saved: bool) -> str:
     One that has not saved may well die of the signal, or choose an exit code.
     """
     code = ending.state.exit_code or 0
-    if code < 0 and (saved or -code in _CRASHES):
+    if code < 0 and (saved or -code in CRASHES):
         return f"{{ranks}} died on {{their}} way out: signal {-code} ({name(-code)})"
     if saved and code not in (0, EXIT_SAVED) and not _has_raised(ending):
         return f"{{ranks}} left with exit code {code}"
@@ -319,7 +244,7 @@ def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
     lines = [
         f"{blamed}rank {first.rank} of {outcome.world_size} failed: {first.status}",
         *explain(first, outcome.facts),
-        *_apart_in_a_crash(first, outcome.endings),
+        *apart_in_a_crash(first, outcome.endings),
     ]
     record = first.record
     if record is not None and record.type == "SystemExit" and record.message:
@@ -407,25 +332,6 @@ def _last_lines(log: Path) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
-def stack_of_crash(text: str) -> list[str]:
-    """Return the last stack that Python's faulthandler has written because of a crash, innermost call first, without
-    the frames of libraries; empty if there is none. If the thread that crashed runs no Python, it is the main
-    thread's."""
-    _, crash, stacks = text.rpartition(CRASH)
-    if not crash:
-        return []
-    first = f"{crash}{stacks.splitlines()[0]}"
-    _, current, frames = stacks.partition("Current thread ")
-    if not current:
-        _, main, frames = stacks.rpartition("\nThread ")  # the main thread comes last
-        if not main:
-            return []
-        first = f"{first}, in a thread that runs no Python; the main thread was here:"
-    here = [line for line in frames.partition("\n\n")[0].splitlines() if line.startswith('  File "')]
-    users = [line for line in here if not (_IN_LIBRARY.search(line) or is_library(line.split('"')[1]))]
-    return [first, *(users or here)][:_LAST_LINES]
-
-
 def _blamed(message: str) -> str:
     """Return the ranks for which a failed rank waited in vain, by the words of its error; the report begins with
     them."""
@@ -486,331 +392,3 @@ def _other(ending: Ending, first: Ending) -> str:
     if ending.failed_by_itself:
         return f" failed too: {ending.cause}"
     return f": stopped because rank {first.rank} failed"
-
-
-# What killed it ------------------------------------------------------------------------------------------------------
-
-_WORKER = re.compile(
-    r"DataLoader worker \(pid(?:\(s\))? (?P<pid>\d+)[^)]*\) "
-    r"(?:is killed by signal: (?P<signal>[\w ]+)|exited unexpectedly(?: with exit code (?P<code>\d+))?)"
-)
-#: Signals that a process causes itself, mostly in compiled code -> their meaning.
-_CRASHES = {
-    signal.SIGSEGV: "it accessed memory that is not mapped, or not its own, or wrote to what it may only read (such as "
-    "a tensor of lockstep.once_per_machine)",
-    signal.SIGABRT: "compiled code called abort(), perhaps after printing why",
-    signal.SIGILL: "it met an instruction that this processor does not have: a library was built for another one",
-    signal.SIGFPE: "compiled code divided an integer by zero",
-    signal.SIGSYS: "it made a system call that this container forbids",
-}
-#: The path for which there was no room, as Python writes it; compiled code and multiprocessing name none.
-_NAMED = re.compile(r"No space left on device: '")
-#: Free bytes below which nothing can be made in /dev/shm.
-_SMALLEST = 65536
-_TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata", "unable to open shared memory object")
-
-
-def explain(ending: Ending, facts: MachineFacts) -> list[str]:
-    """Return lines that say what killed a rank, as far as its exit code and traceback do not."""
-    return [*_memory(ending, facts), *_worker(ending, facts), *_shared(ending, facts), *_rest(ending, facts)]
-
-
-def out_of_memory(ending: Ending, facts: MachineFacts) -> bool:
-    """Return whether the kernel killed this rank, or a worker of it, because memory ran out."""
-    return bool(facts.memory_kills) and (_killed(ending) or _killed_worker(ending))
-
-
-def _memory(ending: Ending, facts: MachineFacts) -> Iterator[str]:
-    if out_of_memory(ending, facts):
-        killed = f"rank {ending.rank}" if _killed(ending) else f"a DataLoader worker of rank {ending.rank}"
-        limit = facts.memory_limit or facts.machine
-        bounds = [f"{'limit' if facts.memory_limit else 'the machine has'} {as_size(limit)}"] if limit else []
-        if _killed(ending) and ending.state.peak is not None:
-            bounds.append(f"its peak {as_size(ending.state.peak)}")
-        yield f"out of memory: the kernel killed {killed} ({', '.join(bounds)})"
-        yield "  take a smaller batch, fewer DataLoader workers or fewer ranks, or give the job more memory"
-    elif _killed(ending) and facts.memory_kills is None:
-        yield "  (sent by another process, or by the kernel's out-of-memory killer: see dmesg)"
-    elif _killed(ending):
-        yield "  (sent by another process: the kernel's out-of-memory killer has killed nothing since the job began)"
-
-
-def _worker(ending: Ending, facts: MachineFacts) -> Iterator[str]:
-    found = _found_worker(ending)
-    if found is None:
-        return
-    doing = facts.worker(int(found["pid"]))
-    if doing is None:
-        where = "; which sample it was fetching is not known"
-    elif doing.index is None:
-        where = " before its first sample"
-    else:
-        where = f" while fetching sample {doing.index}"
-    how = f"of {found['signal'].strip()}" if found["signal"] else "without an error message"
-    yield f"a DataLoader worker of rank {ending.rank} (process {found['pid']}) died {how}{where}"
-
-
-def _shared(ending: Ending, facts: MachineFacts) -> Iterator[str]:
-    text = _text(ending)
-    no_space = "No space left on device" in text
-    # The error of a multiprocessing semaphore (in a queue, a loader with workers) does not say where room was lacking.
-    no_room = facts.shared is not None and facts.shared[1] < _SMALLEST
-    full = no_space and ("/torch_" in text or "shm" in text or (no_room and not _NAMED.search(text)))
-    found = _found_worker(ending)
-    bus = ending.state.exit_code == -signal.SIGBUS or (found is not None and "Bus" in (found["signal"] or ""))
-    if not (full or bus):
-        return
-    size = ""
-    if facts.shared is not None:
-        size = f" ({as_size(facts.shared[0])}, of which {as_size(facts.shared[1])} are free now)"
-    if full:
-        yield f"/dev/shm{size} was full; it holds the batches of DataLoader workers, and semaphores"
-    else:
-        yield f"a mapped file lost its memory: most often /dev/shm{size} is full,"
-        yield "  through which DataLoader workers pass their batches"
-    yield "  enlarge it (docker run --shm-size=8g; mount -o remount,size=8g /dev/shm), or use fewer workers"
-
-
-def _rest(ending: Ending, facts: MachineFacts) -> Iterator[str]:
-    if any(words in _text(ending) for words in _TOO_MANY_FILES):
-        yield f"rank {ending.rank} has too many files open: the limit is {facts.files} per process"
-        yield "  raise the limit (ulimit -n), or use fewer DataLoader workers; tensors kept from a worker hold one each"
-    code = ending.state.exit_code
-    if "[Errno 27]" in _text(ending) or code == -signal.SIGXFSZ:
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        if limit == resource.RLIM_INFINITY:
-            yield "a file is larger than its file system allows"
-        else:
-            yield f"a file would be larger than this user's limit, {as_size(limit)} (ulimit -f): a log, a file"
-            yield "  raise the limit before the job starts: ulimit -f unlimited"
-    if ending.record is None and code is not None and -code in _CRASHES:
-        yield f"  {_CRASHES[signal.Signals(-code)]}"
-        yield from (f"  {line}" for line in stack_of_crash(ending.crash))
-
-
-def _apart_in_a_crash(first: Ending, endings: Sequence[Ending]) -> Iterator[str]:
-    """Name the collectives of ranks that waited in different ones when one of them crashed, as gloo does then."""
-    if first.record is not None or first.state.exit_code != -signal.SIGABRT or not first.waited_in:
-        return
-    ranks: dict[str, list[int]] = {}
-    for ending in endings:
-        if ending.waited_in:
-            ranks.setdefault(ending.waited_in, []).append(ending.rank)
-    if len({each.partition(" at ")[0] for each in ranks}) > 1:
-        yield "the ranks were in different collectives, which gloo answers with abort():"
-        yield from (f"  {which_ranks(each)} waited in {what}" for what, each in ranks.items())
-        yield "  every rank must issue the same collectives in the same order, with tensors of equal size and dtype"
-
-
-def _killed(ending: Ending) -> bool:
-    return ending.record is None and ending.state.exit_code == -signal.SIGKILL
-
-
-def _killed_worker(ending: Ending) -> bool:
-    found = _found_worker(ending)
-    return found is not None and (found["signal"] or "").strip() == "Killed"
-
-
-def _found_worker(ending: Ending) -> re.Match[str] | None:
-    found = list(_WORKER.finditer(_text(ending)))
-    return next((one for one in found if one["signal"]), found[0] if found else None)  # torch tells it twice
-
-
-def _text(ending: Ending) -> str:
-    return "" if ending.record is None else f"{ending.record.message}\n{ending.record.traceback}"
-
-
-# The report of a rank that is late -----------------------------------------------------------------------------------
-
-#: The last phase of a rank that is in its own code now -> words for it.
-_DONE = {
-    Phase.DATA: "fetching data",
-    Phase.FORWARD: "forward",
-    Phase.BACKWARD: "backward",
-    Phase.REDUCE: "averaging gradients",
-    Phase.OPTIMIZER: "optimizer.step()",
-    Phase.SAVE: "saving",
-    Phase.RESTORE: "restoring",
-    Phase.COMPILE: "compiling",
-    Phase.EVALUATE: "a forward in eval mode",
-}
-#: The waits that begin with a call which all ranks must make.
-_CALL = re.compile(r"((?:World|Checkpointer|Log|ShardedLoader|lockstep)\.\w+\(\)|a line of lockstep\.Log)")
-#: Lines of a stack that are shown.
-_FRAMES = 12
-
-
-@dataclass(frozen=True)
-class Known:
-    """All that is known of one rank."""
-
-    rank: int
-    pid: int | None
-    #: How it ended, or None while it lives.
-    exit_code: int | None
-    look: Look
-    #: Since when its page is as it is, on the monotonic clock.
-    since: float
-    facts: ProcessFacts | None
-    stack: Stack | None
-
-
-def describe_late(verdict: HangVerdict, ranks: Mapping[int, Known], *, now: float, world_size: int) -> str:
-    """Report which ranks are late, what they are doing, and where the others wait, while all of them run on."""
-    lines = _hang(verdict, ranks, now=now, world_size=world_size)
-    lines.append("Nothing was stopped: the wait ends with an error after its time limit.")
-    lines += [f"{NEXT} {text}" for text in _calls_for_all(verdict, ranks) or [_what_to_do(verdict, ranks)]]
-    return "\n".join(lines)
-
-
-def describe_hang(verdict: HangVerdict, ranks: Mapping[int, Known], *, now: float, world_size: int) -> str:
-    """Report the same of ranks that are ended because of it."""
-    lines = _hang(verdict, ranks, now=now, world_size=world_size)
-    return "\n".join([*lines, *(f"{NEXT} {text}" for text in _calls_for_all(verdict, ranks))])
-
-
-def _hang(verdict: HangVerdict, ranks: Mapping[int, Known], *, now: float, world_size: int) -> list[str]:
-    late, seconds = verdict.late, now - verdict.since
-    lines: list[str]
-    if verdict.kind is HangKind.APART:
-        lines = _apart(ranks, seconds=seconds, world_size=world_size)
-    else:
-        what = "held up the others" if verdict.waiting else "stood still"
-        lines = [f"{which_ranks(late)} of {world_size} {_have(late)} {what} for {seconds:.0f} s"]
-        for rank in late[:_RANKS]:
-            lines += describe_rank(ranks[rank], now)
-        lines += _waiting([ranks[rank] for rank in verdict.waiting], now)
-    return lines
-
-
-def _what_to_do(verdict: HangVerdict, ranks: Mapping[int, Known]) -> str:
-    """Return the advice about late ranks."""
-    for known in (ranks[rank] for rank in verdict.late):
-        if known.facts is not None and known.facts.state == "T":
-            return f"kill -CONT {known.pid} resumes rank {known.rank}"
-        if known.stack is not None and known.stack.collects:
-            return "call gc.freeze() once the model and the data are loaded, or gc.disable() if there are no cycles"
-    return (
-        "lockstep runs stack prints where every rank is now; put work that may take long into "
-        '`with lockstep.expect_slow("…"):`'
-    )
-
-
-def _calls_for_all(verdict: HangVerdict, ranks: Mapping[int, Known]) -> list[str]:
-    """Say that all ranks must make the call in which some wait, if others wait elsewhere or have ended."""
-    apart = verdict.kind is HangKind.APART or any(ranks[rank].exit_code is not None for rank in verdict.late)
-    if not apart:
-        return []
-    found = [_CALL.match(known.look.waits_in) for known in ranks.values() if known.look.mark.waiting]
-    calls = [each and each[1] for each in found]
-    odd = {call for call in calls if call and (calls.count(call) < len(calls) or len(calls) < len(ranks))}
-    return [advice(call) for call in sorted(odd)]
-
-
-def over(verdict: HangVerdict, *, now: float) -> str:
-    """Say that the late ranks have moved on."""
-    who = "the ranks have" if not verdict.late else f"{which_ranks(verdict.late)} {_have(verdict.late)}"
-    return f"{who} moved on after {now - verdict.since:.0f} s"
-
-
-def _apart(ranks: Mapping[int, Known], *, seconds: float, world_size: int) -> list[str]:
-    waits_in = {rank: _waits_in(known) for rank, known in ranks.items()}
-    odd = odd_ones({rank: known.look for rank, known in ranks.items()}, waits_in) if len(ranks) == world_size else ()
-    if len(ranks) < world_size:
-        head = f"all ranks of this machine have waited for {seconds:.0f} s: the late one is on another machine"
-    elif odd:
-        head = (
-            f"{which_ranks(odd)} of {world_size} {_have(odd)} left out the collective that the others wait in, or they "
-            f"have one too many: all ranks have waited for {seconds:.0f} s"
-        )
-    elif len(set(waits_in.values())) > 1:
-        head = f"all ranks have waited for {seconds:.0f} s, in different collectives: one of them has left one out"
-    else:
-        head = f"all ranks have waited for {seconds:.0f} s in a collective that does not end: does the backend work?"
-    lines = [head]
-    for rank in odd[:_RANKS]:
-        lines += describe_rank(ranks[rank], None)
-    rest = [known for rank, known in ranks.items() if rank not in odd]
-    return lines + _waiting(rest, None)
-
-
-def describe_rank(known: Known, now: float | None) -> list[str]:
-    """Say in full where a rank is for which the others wait, or which will be ended.
-
-    Args:
-        known: the facts about it.
-        now: this moment, on the monotonic clock; None: the page's times can't be used.
-    """
-    look, stack = known.look, known.stack
-    if known.exit_code is not None:
-        return [f"  rank {known.rank} has ended, with exit code {known.exit_code}{_steps(look)}"]
-    state = "" if known.facts is None else f" is {known.facts.describe()}"
-    where = "on another machine, whose launcher tells more" if known.pid is None else f"process {known.pid}"
-    lines = [f"  rank {known.rank} ({where}){state}"]
-    if look.mark.waiting:
-        verb = "waits" if now is None else "was"  # it is late, so it would not notice that the others have come
-        lines.append(f"  it {verb} in {_waits_in(known)}{_steps(look)}")
-    elif not look.mark.serial:
-        lines.append("  it has not reported yet")
-    else:
-        lines.append(f"  in {_doing(known, now)}{_steps(look)}")
-    if look.reason:
-        lines.append(f"  inside lockstep.expect_slow({look.reason!r})")
-    if stack is not None and stack.collects:
-        lines.append("  Python's garbage collector is running")
-    if stack is not None and stack.frames:
-        lines.append("  its Python stack, the innermost line first:")
-        lines += [f"    {frame}" for frame in stack.frames[:_FRAMES]]
-        if len(stack.frames) > _FRAMES:
-            lines.append(f"    … and {len(stack.frames) - _FRAMES} more")
-    elif known.pid is not None:
-        lines.append("  (it did not answer when asked for its Python stack)")
-        if look.waits_in and not look.mark.waiting:
-            lines.append(f"  it waited last in {look.waits_in}")
-    return lines
-
-
-def _doing(known: Known, now: float | None) -> str:
-    """Return what a rank does, in words: ``your code for 6 s, after optimizer.step() at train.py:26 in <module>``."""
-    look, mark = known.look, known.look.mark
-    if look.debugging:
-        return f"a debugger, at {look.debugged_at}"
-    begun = "" if now is None else f" for {now - known.since:.0f} s"
-    line = known.stack.users if known.stack is not None else None
-    if mark.phase is not Phase.OWN:
-        return f"{NAMES[mark.phase]}{begun}" + (f", at {line}" if line is not None else "")
-    if mark.entered not in _DONE:
-        return f"{NAMES[mark.phase]}{begun}"
-    at = f" at {look.stepped_at}" if mark.entered is Phase.OPTIMIZER and look.stepped_at else ""
-    return f"{NAMES[mark.phase]}{begun}, after {_DONE[mark.entered]}{at}"
-
-
-def _waiting(ranks: Sequence[Known], now: float | None) -> list[str]:
-    lines = []
-    for known in ranks[:_RANKS]:
-        seconds = "" if now is None or not known.look.waits else f", for {now - known.since:.0f} s"
-        lines.append(f"  rank {known.rank} waits in {_waits_in(known)}{seconds}")
-    if len(ranks) > _RANKS:
-        lines.append(f"  and so do {len(ranks) - _RANKS} more")
-    return lines
-
-
-def _waits_in(known: Known) -> str:
-    if known.look.mark.waiting:
-        return known.look.waits_in
-    stack = known.stack
-    at = None if stack is None else stack.users
-    where = f" at {at}" if at is not None else ""
-    if known.look.on_device:
-        return f"its device, which has not finished averaging the gradients of the latest backward{where}"
-    if stack is None or not stack.frames:
-        return "an unknown place"
-    return f"{stack.frames[0].name}{where}"
-
-
-def _steps(look: Look) -> str:
-    return f", {counted(look.steps or 0, 'step')} taken"
-
-
-def _have(ranks: Sequence[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"

@@ -21,9 +21,10 @@ from lockstep.errors import LaunchError
 from lockstep.job import terminal
 from lockstep.job.files import EXIT_SAVED
 from lockstep.job.page import Phase
-from lockstep.launch import closing, processes, report
+from lockstep.launch import closing, console, processes, report
 from lockstep.launch.channel import CLIENT, Answer, Cleared, Fork, Ready, Started
 from lockstep.launch.closing import JobEnd, LastWord, why_over
+from lockstep.launch.console import say
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.hangs import ReportedHang
 from lockstep.launch.launcher import Launcher
@@ -32,7 +33,7 @@ from lockstep.launch.output import LogFolder, Relay, Streams
 from lockstep.launch.policy import HUNG, TIME_LIMIT, Failure, Restarts, failure_facts, hang_facts
 from lockstep.launch.ports import free_port, is_free
 from lockstep.launch.processes import SAVE, STOPPING, SignalArrival, SignalQueue, ignored
-from lockstep.launch.report import Outcome, say
+from lockstep.launch.report import Outcome
 from lockstep.launch.screen import RunScreen
 from lockstep.launch.spec import DEFAULT_MASTER_PORT, JobSpec, Output, check_program
 from lockstep.rendezvous.handle import Rendezvous
@@ -196,7 +197,7 @@ class _Run:
         self._relay = Relay(launcher.selector)
         self._streams = Streams(self._spec, logs, self._relay)
         self._screen = RunScreen(launcher, self._streams, self._relay)
-        report.say_on(self._screen)
+        console.say_on(self._screen)
         self._others = None if self._spec.rendezvous is None else Rendezvous(self._spec.meeting())
         #: The monotonic time at which the search for the other machines ends; None: it has not begun.
         self._meet_by: float | None = None
@@ -266,7 +267,7 @@ class _Run:
 
     def close(self) -> None:
         """End whatever is left, on any way out."""
-        report.say_on(None)
+        console.say_on(None)
         self._launcher.zygote.close()
         processes.sweep(patience=_PATIENCE)
         self._relay.close()
@@ -619,7 +620,7 @@ class _Run:
         if machines != self._told_of_machines:
             self._told_of_machines = machines
             say(machines, once=machines)
-        report.met()
+        console.met()
         if self._launcher.policy.stopped_by is None:
             self._logs.restart = self._launcher.renew(round_).number - 1
             self._fork_all()

@@ -6,9 +6,9 @@ import contextlib
 import os
 import stat
 
+from lockstep.launch.console import show
 from lockstep.launch.launcher import Launcher
 from lockstep.launch.output import Relay, Streams, error_sink
-from lockstep.launch.report import show
 
 #: The number of the launcher among the writers of shown lines.
 _LAUNCHER = -1

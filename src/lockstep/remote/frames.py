@@ -21,7 +21,7 @@ class FrameKind(enum.Enum):
 
     OUTPUT = "out"
     ERROR = "err"
-    #: A message of the launcher's own: the arguments of :func:`~lockstep.launch.report.say`, as JSON.
+    #: A message of the launcher's own: the arguments of :func:`~lockstep.launch.console.say`, as JSON.
     SAID = "said"
     #: The launcher has ended, with this exit code.
     ENDED = "ended"

@@ -21,7 +21,7 @@ from lockstep import _proc, knobs, machine
 from lockstep.errors import LaunchError
 from lockstep.job.files import FailureRecord
 from lockstep.job.page import STACK_SIGNAL, Phase
-from lockstep.launch import evidence, report
+from lockstep.launch import evidence, lateness, report
 from lockstep.launch.binding import Binding
 from lockstep.launch.channel import Answer, Broken, Cleared, Exited, Ready, Started, ZygoteHandle
 from lockstep.launch.folders import JobFolder
@@ -347,8 +347,8 @@ class _CallUnderWay:
         state, folder = self._attempt.policy.states[rank], self._attempt.folder
         stack = evidence.read_stack(folder, rank, start=begin)
         facts = None if state.pid is None else evidence.facts(state.pid)
-        known = report.Known(rank, state.pid, None, self._attempt.look(rank), 0.0, facts, stack)
-        return "\n".join(report.describe_rank(known, None))
+        known = lateness.Known(rank, state.pid, None, self._attempt.look(rank), 0.0, facts, stack)
+        return "\n".join(lateness.describe_rank(known, None))
 
     def _kill(self) -> None:
         """End the ranks that are still there.

@@ -41,10 +41,10 @@ def _blames_rank_1(text: str, clocks: str, phase: str, *, within: float) -> None
     """
     straggler = "input" if phase == "data" else "compute"
     found = re.search(rf"{straggler} straggler: rank 1, in {_PHASES[phase]}: .* \((\d+)% less\)", text)
-    assert found, text
     told = [line.removeprefix(f"[{rank}] ").split() for rank, line in enumerate(sorted(clocks.splitlines(), key=_rank))]
     work = [float(words[2]) for words in told]
     expected = (work[1] - max(work[:1] + work[2:])) / float(told[1][1])
+    assert found, (expected, text, clocks)
     assert abs(int(found[1]) / 100 - expected) <= within, (expected, text, clocks)
 
 

@@ -53,14 +53,15 @@ def test_arrows_lead_from_the_slow_rank_to_those_that_wait(tmp_path: Path, backe
 
 
 @pytest.mark.timed
-@pytest.mark.campaign  # some hundred looks are off by a point, and by two on a busy machine
+@pytest.mark.campaign
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("phase", ["data", "forward"])
 def test_the_summary_has_the_shares_of_the_trace_to_three_points(
     tmp_path: Path, phase: str, ranks: int, backend: str
 ) -> None:
-    done = _run(tmp_path, str(_SCRIPT), phase, "0.5", "45", ranks=ranks, trace="900:10", LOCKSTEP_BACKEND=backend)
+    # (The looks of 45 s have a standard deviation of 1.2 points, which missed one share of fifty; those of 90 s, 0.8.)
+    done = _run(tmp_path, str(_SCRIPT), phase, "0.5", "90", ranks=ranks, trace="1800:10", LOCKSTEP_BACKEND=backend)
     assert done.code == 0, done
     trace = Checked(tmp_path / "logs/trace.json.gz")
     summed = json.loads((tmp_path / "logs/run.json").read_text())["summary"]["ranks"]

@@ -82,10 +82,16 @@ class Cluster:
             raise
 
     def run(self, *command: str, cwd: Path, limit: float = 60.0, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run one of Slurm's commands to its end."""
-        return subprocess.run(
-            command, cwd=cwd, env={**self.env, **env}, capture_output=True, text=True, timeout=limit, check=False
-        )
+        """Run one of Slurm's commands to its end; one that does not come to it fails with all that was written."""
+        try:
+            return subprocess.run(
+                command, cwd=cwd, env={**self.env, **env}, capture_output=True, text=True, timeout=limit, check=False
+            )
+        except subprocess.TimeoutExpired as late:
+            written = [b"" if each is None else each for each in (late.stdout, late.stderr)]
+            raise AssertionError(
+                f"{command} did not end within {limit:g} s and wrote:\n" + b"\n".join(written).decode(errors="replace")
+            ) from None
 
     def close(self) -> None:
         """End all of its jobs and daemons."""

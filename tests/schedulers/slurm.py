@@ -82,7 +82,7 @@ class Cluster:
             raise
 
     def run(self, *command: str, cwd: Path, limit: float = 60.0, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run one of Slurm's commands to its end; one that does not come to it fails with all that was written."""
+        """Run one of Slurm's commands to its end; after ``limit`` seconds fail, with all that it wrote."""
         try:
             return subprocess.run(
                 command, cwd=cwd, env={**self.env, **env}, capture_output=True, text=True, timeout=limit, check=False

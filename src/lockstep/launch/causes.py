@@ -12,8 +12,8 @@ from lockstep.launch.evidence import CRASH, MachineFacts
 from lockstep.launch.policy import Ending
 from lockstep.text import as_size, which_ranks
 
-#: The most lines of a stack that Python has written because of a crash.
-_FRAMES = 8
+#: The most lines that are shown of a stack that Python has written because of a crash.
+_STACK_LINES = 8
 #: A library's frame in such a stack.
 _IN_LIBRARY = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _WORKER = re.compile(
@@ -162,4 +162,4 @@ def stack_of_crash(text: str) -> list[str]:
         first = f"{first}, in a thread that runs no Python; the main thread was here:"
     here = [line for line in frames.partition("\n\n")[0].splitlines() if line.startswith('  File "')]
     users = [line for line in here if not (_IN_LIBRARY.search(line) or is_library(line.split('"')[1]))]
-    return [first, *(users or here)][:_FRAMES]
+    return [first, *(users or here)][:_STACK_LINES]

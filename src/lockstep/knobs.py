@@ -10,6 +10,8 @@
                        ``lockstep.init()`` for its child processes, which can't be this rank as well.
 ``LOCKSTEP_RESTART``   the number of times that the launcher has restarted the ranks of this job.
 ``LOCKSTEP_ROUND``     the job, and the number of its round, where several machines have met; set by the launcher.
+``LOCKSTEP_WORLD``     the scheduler's name for the ranks that are one world, where it has one (Slurm's step):
+                       ranks of another world, which meet at the same port, are refused.
 ``LOCKSTEP_PRELOAD``   modules, with commas between, that the launcher imports once before it forks
                        the ranks, in place of torch and lockstep; for programs that always need
                        more (``torch,torchvision``), or less. Empty: none.
@@ -65,6 +67,7 @@ RANK_PROCESS = "LOCKSTEP_RANK_PROCESS"
 JOINED = "LOCKSTEP_JOINED"
 RESTART = "LOCKSTEP_RESTART"
 ROUND = "LOCKSTEP_ROUND"
+WORLD = "LOCKSTEP_WORLD"
 PRELOAD = "LOCKSTEP_PRELOAD"
 BACKEND = "LOCKSTEP_BACKEND"
 TIMEOUT = "LOCKSTEP_TIMEOUT"
@@ -101,7 +104,7 @@ PASSED_ON = (
 )
 
 #: The variables that the launcher sets for its ranks, and a rank for its child processes.
-OF_A_RANK = (STORE, JOB_DIR, RANK_PROCESS, JOINED, RESTART, ROUND, CORES)
+OF_A_RANK = (STORE, JOB_DIR, RANK_PROCESS, JOINED, RESTART, ROUND, WORLD, CORES)
 
 _DIGITS = re.compile("[0-9a-fA-F]{64}")
 
@@ -149,6 +152,11 @@ def chosen(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 def store(env: Mapping[str, str] = os.environ) -> str | None:
     """Return the path of the rendezvous file, or None."""
     return env.get(STORE) or None
+
+
+def world(env: Mapping[str, str] = os.environ) -> str:
+    """Return the scheduler's name for this rank's world, or the empty string."""
+    return env.get(WORLD, "")
 
 
 def job_dir(env: Mapping[str, str] = os.environ) -> str | None:

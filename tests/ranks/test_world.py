@@ -765,6 +765,24 @@ def _init_as_task_of_srun(port: int) -> tuple[str, str, float, str]:
     return str(refused.value), *found, repr(lockstep.init())
 
 
+def _meet_as(names: list[str], port: int) -> str:
+    del os.environ[knobs.STORE]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ[knobs.WORLD] = names[int(os.environ["RANK"])]
+    return repr(lockstep.init(timeout=5))
+
+
+def test_ranks_of_two_jobs_at_one_port_are_no_world() -> None:
+    """The rank 0 of one job has listened first, so a rank of the other one finds it."""
+    waits, refused = collect_outcomes(_meet_as, 2, ["Slurm's job 7, step 0", "Slurm's job 8, step 3"], free_port())
+    assert waits.error == "RendezvousError"
+    assert "rank 1 did not come" in str(waits.message)
+    assert refused.error == "EnvironmentMismatch"
+    assert "rank 1 of 2 belongs to Slurm's job 8, step 3, and found rank 0 of Slurm's job 7, step 0 at 127.0.0.1:" in (
+        str(refused.message)
+    )
+
+
 def test_tasks_of_srun_are_one_world_and_batch_scripts_are_alone() -> None:
     for rank, (told, world, mean, alone) in enumerate(run_ranks(_init_as_task_of_srun, 2, free_port())):
         assert "SLURM_STEP_ID=0 is set but SLURM_JOB_ID, SLURM_LOCALID" in told

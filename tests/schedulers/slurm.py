@@ -1,7 +1,8 @@
 """A Slurm cluster of a few nodes on this machine: its controller and daemons, without privileges and without munge.
 
 Debian's packages suffice: slurmctld, slurmd and slurm-client. The nodes are named 127.0.0.1, 127.0.0.2 and so on, which
-resolve without a name server. Everything listens on the loopback device, on ports that are free when it starts.
+resolve without a name server. Everything listens on the loopback device, on ports that are free when it starts. A
+cluster's name and the numbers of its jobs are its own: steps of two clusters with the same number would have one port.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from lockstep.launch.ports import free_port
 #: Seconds for the nodes to come up.
 _UP = 30.0
 _CONFIGURATION = """\
-ClusterName=lockstep
+ClusterName=lockstep-{port}
+FirstJobId={port}
 SlurmctldHost=localhost(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser={user}
@@ -92,6 +94,12 @@ class Cluster:
             raise AssertionError(
                 f"{command} did not end within {limit:g} s and wrote:\n" + b"\n".join(written).decode(errors="replace")
             ) from None
+
+    def start(self, *command: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
+        """Start one of Slurm's commands, with pipes as its input and output."""
+        return subprocess.Popen(
+            command, cwd=cwd, env={**self.env, **env}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def close(self) -> None:
         """End all of its jobs and daemons."""

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.cli import main
+from lockstep.launch.ports import free_port
 from tests.faults import jobs
 from tests.launching import python_path, wait_for
 from tests.schedulers.slurm import Cluster, missing
@@ -51,6 +52,25 @@ def test_tasks_of_srun_are_one_job(cluster: Cluster, tmp_path: Path, options: li
     done = cluster.run("srun", "-N2", *options, sys.executable, "world.py", cwd=tmp_path, PYTHONPATH=python_path(_ROOT))
     mean = (len(placed) - 1) / 2
     assert sorted(done.stdout.splitlines()) == [f"[{place}] {mean}" for place in placed], done
+
+
+def test_a_port_in_use_is_named_and_another_jobs_ranks_there_are_refused(cluster: Cluster, tmp_path: Path) -> None:
+    """The port belongs to the ranks of a step that waits; the next step has been given the same one."""
+    (tmp_path / "world.py").write_text(_WORLD)
+    (tmp_path / "waits.py").write_text(f"{_WORLD}open('there', 'w')\nimport sys\nsys.stdin.read()\n")
+    port, path = str(free_port()), python_path(_ROOT)
+    tasks = ["srun", "-N2", "-n2", sys.executable]
+    with cluster.start(*tasks, "waits.py", cwd=tmp_path, PYTHONPATH=path, MASTER_PORT=port) as first:
+        wait_for(lambda: (tmp_path / "there").exists(), "the first step's world")
+        done = cluster.run(*tasks, "world.py", cwd=tmp_path, PYTHONPATH=path, MASTER_PORT=port)
+        told, _ = first.communicate("")
+    assert sorted(told.splitlines()) == ["[0, 2, 0, 1, 0] 0.5", "[1, 2, 0, 1, 1] 0.5"], "the first step has not noticed"
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert f"Port {port} is taken by another process. Start the step again" in done.stderr, done
+    assert re.search(
+        r"rank 1 of 2 belongs to Slurm's job \d+, step 0 of the cluster lockstep-\d+, and found", done.stderr
+    )
 
 
 def test_a_launcher_on_each_node_starts_one_job(cluster: Cluster, tmp_path: Path) -> None:

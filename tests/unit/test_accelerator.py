@@ -134,7 +134,7 @@ print(json.dumps(told))
 
 def _told(program: str, folder: Path) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-c", _BEGINNING + program],
+        [sys.executable, "-X", "faulthandler", "-c", _BEGINNING + program],  # a process that aborts tells where
         cwd=folder,
         env=environment(folder),
         capture_output=True,

@@ -95,15 +95,18 @@ def test_tasks_of_srun_are_ranks_of_one_job() -> None:
     adopt(adopted)
     assert adopted["MASTER_ADDR"] == "gpu07"
     assert 10000 <= int(adopted["MASTER_PORT"]) < 30000
+    assert adopted[knobs.WORLD] == "Slurm's job 7, step 0"
     again = dict(adopted)
     adopt(again)
     assert again == adopted
     requeued = {**_TASK, "SLURM_RESTART_COUNT": "1"}
     adopt(requeued)
     assert requeued["MASTER_PORT"] != adopted["MASTER_PORT"], "no restart meets what is left of the run before"
-    by_user = {**_TASK, "MASTER_ADDR": "fast0", "MASTER_PORT": "1234"}
+    assert requeued[knobs.WORLD] == "Slurm's job 7, step 0, restart 1"
+    by_user = {**_TASK, "SLURM_CLUSTER_NAME": "hill", "MASTER_ADDR": "fast0", "MASTER_PORT": "1234"}
     adopt(by_user)
     assert (by_user["MASTER_ADDR"], by_user["MASTER_PORT"]) == ("fast0", "1234")
+    assert by_user[knobs.WORLD] == "Slurm's job 7, step 0 of the cluster hill"
 
 
 def test_ranks_that_srun_deals_out_in_turn_know_their_node() -> None:

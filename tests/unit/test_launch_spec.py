@@ -95,6 +95,7 @@ def test_what_a_rank_reads_is_what_the_launcher_wrote() -> None:
     assert env["TORCHELASTIC_RESTART_COUNT"] == env[knobs.RESTART] == "0"
     assert "GLOO_SOCKET_IFNAME" not in env
     assert "OMP_NUM_THREADS" not in env
+    assert env[knobs.WORLD] is None  # unset: only a scheduler has a name for the job
     assert env[knobs.CORES] is None  # unset: a rank that starts a job of its own has been bound, and its ranks are not
     assert rank_environment(round_, 2, folder="/job", cores=96)[knobs.CORES] == "96"
 
@@ -103,6 +104,11 @@ def test_one_machine_meets_in_a_file_over_the_loopback_device() -> None:
     env = rank_environment(Round(0, (2,), "127.0.0.1", 1234), 0, folder="/job", interface="lo")
     assert env[knobs.STORE] == "/job/store"
     assert env["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_ranks_of_a_schedulers_job_know_its_name() -> None:
+    spec = JobSpec(Program("train.py"), nproc=2, nnodes=2, world="Slurm's job 7, step 0")
+    assert rank_environment(spec.round("n0", 1234), 0, folder="/job")[knobs.WORLD] == "Slurm's job 7, step 0"
 
 
 @pytest.mark.parametrize(
@@ -331,6 +337,11 @@ _MPIRUN = {
         ({"nnodes": "2"}, {"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "j-0.s"}, NodePlace(2, 1, "j-0.s")),
         ({"standalone": True}, {"JOB_COMPLETION_INDEX": "1"}, NodePlace()),
         ({"master_addr": "n0"}, {**_SRUN, **_MPIRUN}, NodePlace(2, 1, "n0")),
+        (
+            {"master_addr": "fast0", "master_port": 1234},
+            _SRUN,
+            NodePlace(2, 1, "fast0", 1234, world="Slurm's job 7, step 0"),
+        ),
         ({}, _POD, NodePlace(3, 2, "train-master-0", 23456)),
         ({}, {**_POD, **_TRAINER}, NodePlace(3, 1, "train-node-0", 29400, "2")),
         ({}, {**_POD, "WORLD_SIZE": "1", "RANK": "0"}, NodePlace()),

@@ -213,6 +213,7 @@ def run(
             node_rank=place.node_rank,
             master_addr=place.master_addr,
             master_port=place.master_port,
+            world=place.world,
             log_dir=log_dir,
             output=Output.ALL if all_output else Output.FIRST,
             quiet=quiet or knobs.quiet(),

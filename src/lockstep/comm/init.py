@@ -33,6 +33,7 @@ from lockstep.comm.allocator import keep_freed_memory
 from lockstep.comm.choose import Choice, compare_choices, open_fastest
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.gpu import Gpu
+from lockstep.comm.group.meeting import get
 from lockstep.comm.group.register import register
 from lockstep.comm.world import World
 from lockstep.errors import EnvironmentMismatch, LockstepError, RendezvousError
@@ -52,6 +53,13 @@ _owns_group = False
 _opened_with: tuple[str | None, float] | None = None
 #: Groups opened in this process so far, the same number on every rank.
 _groups_opened = 0
+
+#: What to do about a port that is in use: for the tasks of Slurm's steps, and else.
+_ANOTHER_PORT = (
+    "Start the step again: its number gives the port, so it gets another one. Or set MASTER_PORT to a free port, for "
+    "all tasks (srun --export=ALL,MASTER_PORT=PORT …)"
+)
+_NO_PORT = "Choose another with --master_port, or start with lockstep run, which needs no port on one machine"
 
 
 def init(
@@ -406,7 +414,24 @@ def _connect(identity: Identity, timeout: timedelta) -> Store:
         ) from None
     if isinstance(store, Exception):
         raise store
+    _refuse_another_world(store, identity, until)
     return store
+
+
+def _refuse_another_world(store: Store, identity: Identity, until: float) -> None:
+    """**Collective.** Refuse the store of another job's rank 0, which had the port first: the ranks of two jobs would
+    take each other's places. Only a scheduler's name for a world tells them apart (see ``LOCKSTEP_WORLD``)."""
+    mine, key = knobs.world(), f"world's name/{_groups_opened}"
+    if identity.rank == 0:
+        store.set(key, mine)
+        return
+    theirs = get(store, key, until, f"rank {identity.rank}: rank 0 did not come").decode()
+    if theirs != mine:
+        raise EnvironmentMismatch(
+            f"rank {identity.rank} of {identity.world_size} belongs to {mine or 'a job without a name'}, and found "
+            f"rank 0 of {theirs or 'a job without a name'} at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: "
+            f"two jobs meet at one port. {_ANOTHER_PORT}"
+        )
 
 
 def _wait_for_rank_0(host: str, port: int, until: float) -> None:
@@ -433,10 +458,8 @@ def _hint(error: Exception, backend: str | None) -> str:
     if backend in ("shm", "hierarchical"):
         return f'\nlockstep.init("gloo") or {knobs.BACKEND}=gloo goes through the network instead'
     if "EADDRINUSE" in text or "already in use" in text:
-        return (
-            f"\nPort {os.environ.get('MASTER_PORT')} is taken by another process: choose another with --master_port, "
-            "or start with lockstep run, which needs no port on one machine"
-        )
+        advice = _ANOTHER_PORT if knobs.world() else _NO_PORT
+        return f"\nPort {os.environ.get('MASTER_PORT')} is taken by another process. {advice}"
     return ""
 
 

@@ -79,6 +79,7 @@ class _Options:
             node_rank=place.node_rank,
             master_addr=place.master_addr,
             master_port=place.master_port,
+            world=place.world,
             local_rank_option=None if self.use_env else self._local_rank_option(program),
             log_dir=self.log_dir,
             output=Output.ALL if self.all_output else Output.SHARED,

@@ -89,6 +89,8 @@ class JobSpec:
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int | None = None
+    #: The scheduler's name for the job's ranks, by which they know each other at that port; empty: it has none.
+    world: str = ""
     #: The option that passes the local rank as the first argument, as torch.distributed.launch does, or None.
     local_rank_option: str | None = None
     #: The user's folder for the logs; None: the default folder.
@@ -178,7 +180,7 @@ class JobSpec:
             port: see there.
             number: the number of starts before this one.
         """
-        return Round(self.node_rank, (self.nproc,) * self.nnodes, address, port, number=number)
+        return Round(self.node_rank, (self.nproc,) * self.nnodes, address, port, number=number, world=self.world)
 
     def meeting(self) -> Options:
         """Return the options of the rendezvous, with the facts that should be the same on all machines."""
@@ -229,6 +231,7 @@ def rank_environment(
     env |= dict.fromkeys((knobs.TRACE, knobs.FLOPS, knobs.PEAK_FLOPS)) | dict(measures or {})
     env[knobs.CORES] = None if cores is None else str(cores)
     env[knobs.ROUND] = f"{round_.job} {round_.number}" if round_.job else None
+    env[knobs.WORLD] = round_.world or None
     if round_.served:
         env["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # torch's env:// rendezvous reads it: no rank serves the store
     if interface is not None:
@@ -315,6 +318,8 @@ class NodePlace:
     rendezvous: Options | None = None
     #: The limit on restarts of all ranks after one failed, if the scheduler tells.
     restarts: int | None = None
+    #: The scheduler's name for the job's ranks, as :class:`LauncherPlace` has it.
+    world: str = ""
 
 
 def node_place(options: NodeOptions, env: Mapping[str, str] = os.environ) -> NodePlace:
@@ -359,7 +364,8 @@ def node_place(options: NodeOptions, env: Mapping[str, str] = os.environ) -> Nod
             f"{found.scheduler} says that this is machine {found.rank} of {count}, but not where they meet: pass "
             "--master-addr, the name of machine 0"
         )
-    return NodePlace(count, found.rank, address, options.master_port or found.port, found.ranks)
+    port = options.master_port or found.port
+    return NodePlace(count, found.rank, address, port, found.ranks, world=found.world)
 
 
 def _fixed(text: str, *, standalone: bool) -> int:

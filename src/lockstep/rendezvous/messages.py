@@ -34,6 +34,8 @@ class Round:
     number: int = 0
     #: The identity of the job.
     job: str = ""
+    #: The scheduler's name for the job's ranks; empty: it has none.
+    world: str = ""
     #: Machine -> its name in messages.
     hosts: tuple[str, ...] = ()
     #: The restarts that the job has used, and its last failure; see ``Restarts`` in launch/policy.py.

@@ -49,6 +49,18 @@ class LauncherPlace:
     #: The address at which the machines meet.
     address: str | None = None
     port: int | None = None
+    #: The scheduler's name for the ranks of all of these launchers, which no other job has; empty: it has none.
+    world: str = ""
+
+
+def world_title(env: Mapping[str, str]) -> str:
+    """Return the scheduler's name for the tasks of which this one is a rank, by :func:`rank_variables`; or "".
+
+    Raises:
+        EnvironmentMismatch: as there.
+    """
+    task = None if "LOCAL_RANK" in mpi_variables(env) else slurm.read(env)
+    return "" if task is None else task.title
 
 
 def rank_variables(env: Mapping[str, str]) -> dict[str, str]:
@@ -141,7 +153,7 @@ def _slurm(env: Mapping[str, str]) -> LauncherPlace | None:
             f"number {task.rank}, and each would start ranks of its own: start one launcher on each machine (srun "
             "--ntasks-per-node=1 lockstep run -n RANKS train.py), or let srun start the ranks (srun python train.py)"
         )
-    return LauncherPlace("srun", task.node, len(task.hosts), None, task.address, task.port)
+    return LauncherPlace("srun", task.node, len(task.hosts), None, task.address, task.port, task.title)
 
 
 def _indexed_job(env: Mapping[str, str]) -> LauncherPlace | None:

@@ -33,6 +33,8 @@ class SlurmTask:
     step: int
     #: The number of times that the job was requeued.
     restart: int
+    #: The cluster's name; empty: not known.
+    cluster: str
     #: The task's rank in the step, from 0.
     rank: int
     #: The task's rank on its node, from 0.
@@ -57,6 +59,13 @@ class SlurmTask:
     def port(self) -> int:
         """The port there, the same on all tasks and another one in every step and restart."""
         return _FIRST_PORT + (self.job * 1009 + self.step * 101 + self.restart) % _PORTS
+
+    @property
+    def title(self) -> str:
+        """The name of the step's start, which no other step of any of the site's clusters has."""
+        start = f", restart {self.restart}" if self.restart else ""
+        cluster = f" of the cluster {self.cluster}" if self.cluster else ""
+        return f"Slurm's job {self.job}, step {self.step}{start}{cluster}"
 
 
 def is_task(env: Mapping[str, str]) -> bool:
@@ -84,7 +93,7 @@ def read(env: Mapping[str, str]) -> SlurmTask | None:
     restart = _number(env, "SLURM_RESTART_COUNT") if env.get("SLURM_RESTART_COUNT") else 0
     per_node = tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"])
     hosts = expand(env["SLURM_STEP_NODELIST"])
-    found = SlurmTask(job, step, restart, rank, local_rank, node, per_node, hosts)
+    found = SlurmTask(job, step, restart, env.get("SLURM_CLUSTER_NAME", ""), rank, local_rank, node, per_node, hosts)
     fits = (
         found.tasks == tasks
         and len(hosts) == len(per_node)

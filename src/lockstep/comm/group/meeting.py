@@ -85,13 +85,11 @@ def get(store: Store, key: str, limit: float, missing: str) -> bytes:
         while not store.check([key]):
             now = time.monotonic()
             if now >= limit:
-                raise RendezvousError(f'{missing} to the process group ("shm") within {now - begun:.1f} s')
+                raise RendezvousError(f"{missing} within {now - begun:.1f} s")
             time.sleep(min(pause, limit - now))
             pause = min(2 * pause, _PAUSES[1])
         return bytes(store.get(key))
     except RendezvousError:
         raise
     except RuntimeError as error:  # torch's stores have no type of their own for what goes wrong in them
-        raise RendezvousError(
-            f'{missing} to the process group ("shm") within {time.monotonic() - begun:.1f} s. The store says: {error}'
-        ) from error
+        raise RendezvousError(f"{missing} within {time.monotonic() - begun:.1f} s. The store says: {error}") from error

@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.optim import optimizer as optimizers
 
 from lockstep import accelerator, callsite, knobs, machine
-from lockstep.comm import ending, guests, mpirun
+from lockstep.comm import ending, gloo_threads, guests, mpirun
 from lockstep.comm import tracing as _  # noqa: F401  (a trace sees collectives by it)
 from lockstep.comm.allocator import keep_freed_memory
 from lockstep.comm.choose import Choice, compare_choices, open_fastest
@@ -45,6 +45,7 @@ from lockstep.step import flops, streams
 from lockstep.text import counted, joined
 
 register()  # the backend "shm", where torch has not done it
+atexit.register(gloo_threads.await_rest)  # on import, and so the last of what this process's program registers
 
 _world: World | None = None
 #: True if shutdown() may destroy the default group: the user's own code has not opened it.

@@ -1,0 +1,51 @@
+"""A process whose group of gloo is still referred to at its end, and whose thread there has not finished."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import LIMIT, environment
+
+#: The collective takes a while, and has the last references to its tensors by then: a thread of gloo lets go of them,
+#: and needs the interpreter's lock again and again to do that.
+_PROGRAM = """
+import hashlib, threading
+import torch
+import torch.distributed as dist
+import lockstep
+
+lockstep.init("gloo")
+group = dist.group.WORLD  # until the end, as a replica keeps it
+begun = threading.Event()
+
+class Slow:
+    def __del__(self):
+        begun.set()
+        digest, block = hashlib.sha256(), bytes(1 << 24)
+        for _ in range(20):
+            digest.update(block)
+        print("let go", threading.current_thread() is threading.main_thread(), flush=True)
+
+gathered, own = [torch.zeros(1 << 25)], torch.ones(1 << 25)
+gathered[0].slow = Slow()
+dist.all_gather(gathered, own, async_op=True)
+del gathered, own
+assert begun.wait(60)
+"""
+
+
+@pytest.mark.internals
+def test_a_program_ends_after_gloos_threads_have_let_go(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "let go False\n", "")

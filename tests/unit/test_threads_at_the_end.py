@@ -1,4 +1,4 @@
-"""A process whose group of gloo is still referred to at its end, and whose thread there has not finished."""
+"""Threads that need the interpreter have finished before it ends: gloo's, and the one that saves from the side."""
 
 from __future__ import annotations
 
@@ -38,14 +38,39 @@ assert begun.wait(60)
 """
 
 
-@pytest.mark.internals
-def test_a_program_ends_after_gloos_threads_have_let_go(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM],
-        env=environment(tmp_path),
+#: A loop of its own, and a Checkpointer that lives until the end. (``atexit`` comes before the interpreter ends.)
+_SAVES = """
+import atexit, threading
+import lockstep, torch
+
+lockstep.init()
+model = torch.nn.Linear(2, 1)
+saved = lockstep.Checkpointer("runs", model=lockstep.replicate(model))
+saved.between_steps()
+names = lambda: [each.name for each in threading.enumerate() if "lockstep" in each.name]
+print(names())
+atexit.register(lambda: print(names()))
+"""
+
+
+def _end(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env=environment(folder),
         capture_output=True,
         text=True,
         timeout=LIMIT,
         check=False,
     )
+
+
+def test_no_thread_asks_for_requests_after_the_program(tmp_path: Path) -> None:
+    done = _end(_SAVES, tmp_path)
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["['lockstep-side']", "[]"]), done
+
+
+@pytest.mark.internals
+def test_a_program_ends_after_gloos_threads_have_let_go(tmp_path: Path) -> None:
+    done = _end(_PROGRAM, tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "let go False\n", "")

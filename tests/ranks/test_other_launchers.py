@@ -110,6 +110,27 @@ if __name__ == "__main__":
 """
 )
 
+#: Rank 1 fails before it meets rank 0, which has come, in the first start.
+RESTARTED = (
+    COMMON
+    + """
+import sys, time
+from pathlib import Path
+from lockstep.comm import choose
+
+def try_it(*args):
+    Path("came").touch()
+    return tried(*args)
+
+tried, choose._try = choose._try, try_it
+if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+    while not Path("came").exists():
+        time.sleep(0.01)
+    sys.exit(3)
+world(None)
+"""
+)
+
 ALONE = COMMON + 'world("gloo")\nworld("shm")\nmeet(0, 1)\n'
 
 MET = ["tcp://", "file://", "file://"]
@@ -162,6 +183,13 @@ def test_under_torchrun(tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     said = start(tmp_path, SCRIPT, *launcher, program=warm.server().commands / "python")
     assert said == sorted(worlds("gloo", "shm") + over("env://", "file://", "file://"))
+
+
+def test_ranks_that_torchrun_starts_again_meet_anew(tmp_path: Path) -> None:
+    """Its store outlives them: what a rank has left there that waited in vain is not of their meeting."""
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1", f"--master-port={free_port()}"]
+    said = start(tmp_path, RESTARTED, *launcher, program=warm.server().commands / "python")
+    assert said == worlds("shm")
 
 
 def test_under_lockstep_run(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from lockstep.identity import Identity, place
 from lockstep.job.trace import EventWriter
 from lockstep.launch.ports import free_port
 from tests.harness import collect_outcomes, run_ranks
-from tests.launching import start
+from tests.launching import start, wait_for
 
 pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
 
@@ -776,11 +776,34 @@ def test_ranks_of_two_jobs_at_one_port_are_no_world() -> None:
     """The rank 0 of one job has listened first, so a rank of the other one finds it."""
     waits, refused = collect_outcomes(_meet_as, 2, ["Slurm's job 7, step 0", "Slurm's job 8, step 3"], free_port())
     assert waits.error == "RendezvousError"
-    assert "rank 1 did not come" in str(waits.message)
+    assert "rank 1: " not in str(waits.message), "nothing was heard of the stranger"
     assert refused.error == "EnvironmentMismatch"
     assert "rank 1 of 2 belongs to Slurm's job 8, step 3, and found rank 0 of Slurm's job 7, step 0 at 127.0.0.1:" in (
         str(refused.message)
     )
+
+
+def _meet_with_another_rank_1(told: str, port: int) -> str:
+    """As rank 0, 1 and 1 of 2; rank 0 stays until one of the others has been refused."""
+    rank = str(min(1, int(os.environ["RANK"])))
+    del os.environ[knobs.STORE]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    try:
+        world = lockstep.init(timeout=60)
+    except lockstep.EnvironmentMismatch as error:
+        Path(told).touch()
+        return str(error)
+    wait_for(Path(told).exists, "the other rank 1")
+    return str(world.mean(float(world.rank)))
+
+
+def test_of_two_processes_with_one_rank_the_second_is_refused(tmp_path: Path) -> None:
+    """Nothing but the number says to which job a process belongs that was started by hand."""
+    first, *others = run_ranks(_meet_with_another_rank_1, 3, str(tmp_path / "told"), free_port())
+    refused, met = sorted(others, key=lambda said: said == "0.5")
+    assert (first, met) == ("0.5", "0.5")
+    assert re.match(r"rank 1 of 2 is there already at 127\.0\.0\.1:\d+: process \d+ on ", refused), refused
 
 
 def test_tasks_of_srun_are_one_world_and_batch_scripts_are_alone() -> None:

@@ -67,7 +67,7 @@ def test_a_port_in_use_is_named_and_another_jobs_ranks_there_are_refused(cluster
     assert sorted(told.splitlines()) == ["[0, 2, 0, 1, 0] 0.5", "[1, 2, 0, 1, 1] 0.5"], "the first step has not noticed"
     assert done.returncode == 1
     assert done.stdout == ""
-    assert f"Port {port} is taken by another process. Start the step again" in done.stderr, done
+    assert f"Port {port} is taken by another process. Set MASTER_PORT" in done.stderr, done
     assert re.search(
         r"rank 1 of 2 belongs to Slurm's job \d+, step 0 of the cluster lockstep-\d+, and found", done.stderr
     )

@@ -329,6 +329,11 @@ _MPIRUN = {
         ({}, {}, NodePlace()),
         ({"nnodes": "2", "node_rank": 1, "master_addr": "n0"}, {}, NodePlace(2, 1, "n0")),
         ({"nnodes": "2", "node_rank": 1, "master_addr": "n0"}, _SRUN, NodePlace(2, 1, "n0")),
+        (
+            {},
+            {**_SRUN, "MASTER_ADDR": "fast0", "MASTER_PORT": "1234"},
+            NodePlace(2, 1, "fast0", 1234, world="Slurm's job 7, step 0"),
+        ),
         ({}, _TRAINER, NodePlace(3, 1, "train-node-0", 29400, "2")),
         ({}, {**_SRUN, **_TRAINER}, NodePlace(3, 1, "train-node-0", 29400, "2")),
         ({"nnodes": "3", "master_port": 1234}, _TRAINER, NodePlace(3, 1, "train-node-0", 1234, "2")),

@@ -48,9 +48,10 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from lockstep import _torch, knobs
+from lockstep.checkpoint.at_exit import before_threads_end
 from lockstep.checkpoint.calls import Calls, calls_of
 from lockstep.checkpoint.encoding import digest_of
 from lockstep.checkpoint.pending import PendingStep
@@ -151,6 +152,8 @@ class SideSaver:
         leave_word: tells the launcher, or the user, of a checkpoint after which the run is left.
     """
 
+    _started: ClassVar[weakref.WeakSet[SideSaver]] = weakref.WeakSet()
+
     def __init__(
         self,
         saver: SavesAside,
@@ -191,6 +194,12 @@ class SideSaver:
         self._keeps_others_out = False
         self._pid = os.getpid()
 
+    @classmethod
+    def stop_all(cls) -> None:
+        """Stop those of this process: their threads ask the store, and must not do so while the interpreter ends."""
+        for each in list(cls._started):
+            each.stop()
+
     # On the main thread.
 
     def start(self) -> None:
@@ -203,6 +212,8 @@ class SideSaver:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="lockstep-side", daemon=True)
         self._thread.start()
+        self._started.add(self)
+        before_threads_end(SideSaver.stop_all)
 
     def stop(self) -> None:
         """Attend to no more requests. A save under way is waited for."""

@@ -21,8 +21,9 @@ from lockstep import _proc
 
 #: The kernel's name of such a thread, as torch gives it.
 _NAME = "(pt_gloo_runloop)"
-#: Seconds between two looks, and how many in a row must find all threads asleep.
-_PAUSE, _LOOKS = 0.001, 3
+#: Seconds between two looks, and how many in a row must find all threads asleep; in all, more than the time after which
+#: Python takes its lock from a thread that others wait for (``sys.getswitchinterval()``).
+_PAUSE, _LOOKS = 0.002, 3
 #: Seconds after which the process ends with threads that still work.
 _LIMIT = 10.0
 

@@ -27,13 +27,12 @@ from torch.distributed.rendezvous import rendezvous
 from torch.optim import optimizer as optimizers
 
 from lockstep import accelerator, callsite, knobs, machine
-from lockstep.comm import ending, gloo_threads, guests, mpirun
+from lockstep.comm import ending, gloo_threads, guests, mpirun, seats
 from lockstep.comm import tracing as _  # noqa: F401  (a trace sees collectives by it)
 from lockstep.comm.allocator import keep_freed_memory
 from lockstep.comm.choose import Choice, compare_choices, open_fastest
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.gpu import Gpu
-from lockstep.comm.group.meeting import get
 from lockstep.comm.group.register import register
 from lockstep.comm.world import World
 from lockstep.errors import EnvironmentMismatch, LockstepError, RendezvousError
@@ -45,7 +44,7 @@ from lockstep.step import flops, streams
 from lockstep.text import counted, joined
 
 register()  # the backend "shm", where torch has not done it
-atexit.register(gloo_threads.await_rest)  # on import, and so the last of what this process's program registers
+atexit.register(gloo_threads.await_rest)  # on import, and so after all that is registered from here on
 
 _world: World | None = None
 #: True if shutdown() may destroy the default group: the user's own code has not opened it.
@@ -54,13 +53,6 @@ _owns_group = False
 _opened_with: tuple[str | None, float] | None = None
 #: Groups opened in this process so far, the same number on every rank.
 _groups_opened = 0
-
-#: What to do about a port that is in use: for the tasks of Slurm's steps, and else.
-_ANOTHER_PORT = (
-    "Start the step again: its number gives the port, so it gets another one. Or set MASTER_PORT to a free port, for "
-    "all tasks (srun --export=ALL,MASTER_PORT=PORT …)"
-)
-_NO_PORT = "Choose another with --master_port, or start with lockstep run, which needs no port on one machine"
 
 
 def init(
@@ -415,24 +407,13 @@ def _connect(identity: Identity, timeout: timedelta) -> Store:
         ) from None
     if isinstance(store, Exception):
         raise store
-    _refuse_another_world(store, identity, until)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # The agent's store may outlive its ranks (torchrun's does), and has what the start before has left there.
+        return PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{identity.world_size}", store)
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    world = "" if guests.described_anew() else knobs.world()
+    seats.take(PrefixStore("seats", store), identity, where=where, world=world, timeout=timeout.total_seconds())
     return store
-
-
-def _refuse_another_world(store: Store, identity: Identity, until: float) -> None:
-    """**Collective.** Refuse the store of another job's rank 0, which had the port first: the ranks of two jobs would
-    take each other's places. Only a scheduler's name for a world tells them apart (see ``LOCKSTEP_WORLD``)."""
-    mine, key = knobs.world(), f"world's name/{_groups_opened}"
-    if identity.rank == 0:
-        store.set(key, mine)
-        return
-    theirs = get(store, key, until, f"rank {identity.rank}: rank 0 did not come").decode()
-    if theirs != mine:
-        raise EnvironmentMismatch(
-            f"rank {identity.rank} of {identity.world_size} belongs to {mine or 'a job without a name'}, and found "
-            f"rank 0 of {theirs or 'a job without a name'} at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: "
-            f"two jobs meet at one port. {_ANOTHER_PORT}"
-        )
 
 
 def _wait_for_rank_0(host: str, port: int, until: float) -> None:
@@ -456,11 +437,10 @@ def _wait_for_rank_0(host: str, port: int, until: float) -> None:
 
 def _hint(error: Exception, backend: str | None) -> str:
     text = str(error)
+    if "EADDRINUSE" in text or "already in use" in text:
+        return f"\nPort {os.environ.get('MASTER_PORT')} is taken by another process. {seats.advice(knobs.world())}"
     if backend in ("shm", "hierarchical"):
         return f'\nlockstep.init("gloo") or {knobs.BACKEND}=gloo goes through the network instead'
-    if "EADDRINUSE" in text or "already in use" in text:
-        advice = _ANOTHER_PORT if knobs.world() else _NO_PORT
-        return f"\nPort {os.environ.get('MASTER_PORT')} is taken by another process. {advice}"
     return ""
 
 

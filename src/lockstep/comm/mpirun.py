@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import socket
 import stat
 import tempfile
@@ -53,7 +54,9 @@ def meet(identity: Identity, timeout: timedelta, *, number: int) -> Store:
     starter = _starter()
     if identity.rank == 0:
         _tidy(folder)
-    store = FileStore(str(folder / f"{starter}-{_proc.started(starter)}-{number}"), identity.world_size)
+    # One starter may start several jobs at once (prun), which have names then.
+    job = re.sub(r"\W", "_", os.environ.get("PMIX_NAMESPACE", ""))
+    store = FileStore(str(folder / f"{starter}-{_proc.started(starter)}-{job}-{number}"), identity.world_size)
     store.set_timeout(timeout)
     return store
 

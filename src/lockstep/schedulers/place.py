@@ -153,7 +153,9 @@ def _slurm(env: Mapping[str, str]) -> LauncherPlace | None:
             f"number {task.rank}, and each would start ranks of its own: start one launcher on each machine (srun "
             "--ntasks-per-node=1 lockstep run -n RANKS train.py), or let srun start the ranks (srun python train.py)"
         )
-    return LauncherPlace("srun", task.node, len(task.hosts), None, task.address, task.port, task.title)
+    address = env.get("MASTER_ADDR", task.address)
+    port = _number("MASTER_PORT", env.get("MASTER_PORT", str(task.port)))
+    return LauncherPlace("srun", task.node, len(task.hosts), None, address, port, task.title)
 
 
 def _indexed_job(env: Mapping[str, str]) -> LauncherPlace | None:

@@ -57,12 +57,12 @@ class SlurmTask:
 
     @property
     def port(self) -> int:
-        """The port there, the same on all tasks and another one in every step and restart."""
+        """The port there, the same on all tasks and another one when the step is requeued."""
         return _FIRST_PORT + (self.job * 1009 + self.step * 101 + self.restart) % _PORTS
 
     @property
     def title(self) -> str:
-        """The name of the step's start, which no other step of any of the site's clusters has."""
+        """The step's name, which no other step of the site's clusters has, and no other start of it."""
         start = f", restart {self.restart}" if self.restart else ""
         cluster = f" of the cluster {self.cluster}" if self.cluster else ""
         return f"Slurm's job {self.job}, step {self.step}{start}{cluster}"

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep import knobs, machine
 from lockstep.comm import choose, tracing
+from lockstep.comm.roll_call import call_roll
 from lockstep.identity import Identity, place
 from lockstep.job.trace import EventWriter
 from lockstep.launch.ports import free_port
@@ -527,7 +528,8 @@ _BREAKS: dict[str, tuple[str, str]] = {
 def _keys_of_three_worlds() -> list[int]:
     store, keys = dist.HashStore(), [0]  # type: ignore[attr-defined]
     for _ in range(3):
-        choose.open_fastest(store, Identity(), 10.0)
+        ours = call_roll(store, Identity(), where="", world="", timeout=10.0)
+        choose.open_fastest(ours, Identity(), 10.0)
         dist.destroy_process_group()
         keys.append(store.num_keys())
     return [after - before for before, after in itertools.pairwise(keys)]
@@ -535,7 +537,7 @@ def _keys_of_three_worlds() -> list[int]:
 
 def test_a_world_reads_nothing_of_an_earlier_one_in_a_store_that_lives_on() -> None:
     (first, second, third) = run_ranks(_keys_of_three_worlds, 1)[0]
-    assert first - 1 == second == third  # all keys are new, but for the one that counts the worlds
+    assert first - 1 == second == third  # all keys are new, but for the one that names the meeting
 
 
 def _where_shm_fails() -> dict[str, tuple[str, list[str]]]:
@@ -776,7 +778,7 @@ def test_ranks_of_two_jobs_at_one_port_are_no_world() -> None:
     """The rank 0 of one job has listened first, so a rank of the other one finds it."""
     waits, refused = collect_outcomes(_meet_as, 2, ["Slurm's job 7, step 0", "Slurm's job 8, step 3"], free_port())
     assert waits.error == "RendezvousError"
-    assert "rank 1: " not in str(waits.message), "nothing was heard of the stranger"
+    assert "rank 1 did not come" in str(waits.message), "nothing was heard of the stranger"
     assert refused.error == "EnvironmentMismatch"
     assert "rank 1 of 2 belongs to Slurm's job 8, step 3, and found rank 0 of Slurm's job 7, step 0 at 127.0.0.1:" in (
         str(refused.message)
@@ -803,7 +805,7 @@ def test_of_two_processes_with_one_rank_the_second_is_refused(tmp_path: Path) ->
     first, *others = run_ranks(_meet_with_another_rank_1, 3, str(tmp_path / "told"), free_port())
     refused, met = sorted(others, key=lambda said: said == "0.5")
     assert (first, met) == ("0.5", "0.5")
-    assert re.match(r"rank 1 of 2 is there already at 127\.0\.0\.1:\d+: process \d+ on ", refused), refused
+    assert re.match(r"rank 1 of 2 is there already at 127\.0\.0\.1:\d+, as process \d+ of this", refused), refused
 
 
 def test_tasks_of_srun_are_one_world_and_batch_scripts_are_alone() -> None:

@@ -71,6 +71,8 @@ from lockstep.text import as_size, which_ranks
 
 #: Seconds between two looks at what the main thread does, while the ranks wait for it.
 _NAP = 0.01
+#: Seconds that a program's end waits for this thread, which may be at a save, or at a store that does not answer.
+_ENDING = 15.0
 #: Seconds after which a process that is to end at once ends whatever its buffers do.
 _FLUSH = 1.0
 
@@ -198,7 +200,7 @@ class SideSaver:
     def stop_all(cls) -> None:
         """Stop those of this process: their threads ask the store, and must not do so while the interpreter ends."""
         for each in list(cls._started):
-            each.stop()
+            each.stop(limit=_ENDING)
 
     # On the main thread.
 
@@ -210,13 +212,17 @@ class SideSaver:
         self._attempts = self._calls.latest()[0]
         self._wakeup = Wakeup()
         self._closed = False
+        before_threads_end(SideSaver.stop_all)
+        self._started.add(self)
         self._thread = threading.Thread(target=self._run, name="lockstep-side", daemon=True)
         self._thread.start()
-        self._started.add(self)
-        before_threads_end(SideSaver.stop_all)
 
-    def stop(self) -> None:
-        """Attend to no more requests. A save under way is waited for."""
+    def stop(self, *, limit: float | None = None) -> None:
+        """Attend to no more requests. A save under way is waited for.
+
+        Args:
+            limit: the most seconds to wait, where the thread may be left behind; None: any.
+        """
         thread, self._thread = self._thread, None
         if thread is None or self._pid != os.getpid():
             return
@@ -227,8 +233,8 @@ class SideSaver:
             return
         if self._wakeup is not None:
             self._wakeup.wake()
-        thread.join()
-        if self._wakeup is not None:
+        thread.join(limit)
+        if self._wakeup is not None and not thread.is_alive():
             self._wakeup.close()
 
     def rest(self, epoch_done: bool | None, *, only_after_a_step: bool = False) -> None:
@@ -538,7 +544,7 @@ class SideSaver:
         self._say("the loop had not come to its next step, so the state of its last one was saved from the side")
         self._requests.saved = self._leave_here
         limit = knobs.times().aside_heard
-        told = self._requests.tell_main()
+        told = not self._closed and self._requests.tell_main()  # (closed: its program has ended, and waits for this)
         deadline = time.monotonic() + limit
         while told and not self._heard and time.monotonic() < deadline:
             time.sleep(_NAP)

@@ -39,8 +39,6 @@ def open_fastest(store: Store, identity: Identity, timeout: float) -> None:
     Raises:
         RendezvousError: a rank did not come within ``timeout`` seconds.
     """
-    # The store may be the one of an earlier world (init, shutdown, init): each meeting has keys of its own.
-    store = PrefixStore(f"world/{store.add(f'worlds/{identity.rank}', 1)}", store)
     why = _try("shm", PrefixStore("shm", store), identity, timeout)
     if why is None:
         return

@@ -27,13 +27,14 @@ from torch.distributed.rendezvous import rendezvous
 from torch.optim import optimizer as optimizers
 
 from lockstep import accelerator, callsite, knobs, machine
-from lockstep.comm import ending, gloo_threads, guests, mpirun, seats
+from lockstep.comm import ending, gloo_threads, guests, mpirun
 from lockstep.comm import tracing as _  # noqa: F401  (a trace sees collectives by it)
 from lockstep.comm.allocator import keep_freed_memory
 from lockstep.comm.choose import Choice, compare_choices, open_fastest
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.gpu import Gpu
 from lockstep.comm.group.register import register
+from lockstep.comm.roll_call import advice, call_roll
 from lockstep.comm.world import World
 from lockstep.errors import EnvironmentMismatch, LockstepError, RendezvousError
 from lockstep.identity import Identity, adopt
@@ -333,7 +334,7 @@ def _open_group(backend: str | None, identity: Identity, timeout: float, device:
                 "that of its GPUs" if backend is None and on_device else backend,
                 device=accelerator.identity(device) if on_device else None,
             )
-            compare_choices(PrefixStore(f"choices/{_groups_opened}", store), chosen, identity, timeout)
+            compare_choices(PrefixStore("choices", store), chosen, identity, timeout)
         if backend is None and device.type == "cpu":
             open_fastest(store, identity, timeout)
             return
@@ -407,13 +408,12 @@ def _connect(identity: Identity, timeout: timedelta) -> Store:
         ) from None
     if isinstance(store, Exception):
         raise store
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # The agent's store may outlive its ranks (torchrun's does), and has what the start before has left there.
-        return PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{identity.world_size}", store)
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    world = "" if guests.described_anew() else knobs.world()
-    seats.take(PrefixStore("seats", store), identity, where=where, world=world, timeout=timeout.total_seconds())
-    return store
+    return call_roll(store, identity, where=where, world=_world_name(), timeout=max(0.0, until - time.monotonic()))
+
+
+def _world_name() -> str:
+    return "" if guests.described_anew() else knobs.world()
 
 
 def _wait_for_rank_0(host: str, port: int, until: float) -> None:
@@ -438,7 +438,7 @@ def _wait_for_rank_0(host: str, port: int, until: float) -> None:
 def _hint(error: Exception, backend: str | None) -> str:
     text = str(error)
     if "EADDRINUSE" in text or "already in use" in text:
-        return f"\nPort {os.environ.get('MASTER_PORT')} is taken by another process. {seats.advice(knobs.world())}"
+        return f"\nPort {os.environ.get('MASTER_PORT')} is taken by another process. {advice(_world_name())}"
     if backend in ("shm", "hierarchical"):
         return f'\nlockstep.init("gloo") or {knobs.BACKEND}=gloo goes through the network instead'
     return ""

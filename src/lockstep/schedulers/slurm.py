@@ -57,12 +57,12 @@ class SlurmTask:
 
     @property
     def port(self) -> int:
-        """The port there, the same on all tasks and another one when the step is requeued."""
+        """The port there, the same on all tasks and another one when the job is requeued."""
         return _FIRST_PORT + (self.job * 1009 + self.step * 101 + self.restart) % _PORTS
 
     @property
     def title(self) -> str:
-        """The step's name, which no other step of the site's clusters has, and no other start of it."""
+        """The name of this start of the step, which no other step of its cluster has."""
         start = f", restart {self.restart}" if self.restart else ""
         cluster = f" of the cluster {self.cluster}" if self.cluster else ""
         return f"Slurm's job {self.job}, step {self.step}{start}{cluster}"

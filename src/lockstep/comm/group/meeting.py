@@ -14,7 +14,7 @@ from lockstep import _proc
 from lockstep.errors import RendezvousError
 
 #: Seconds between two looks into the store: the first, and the longest.
-_PAUSES = 0.0002, 0.02
+PAUSES = 0.0002, 0.02
 
 
 class ApartError(RendezvousError):
@@ -80,14 +80,14 @@ def get(store: Store, key: str, limit: float, missing: str) -> bytes:
     Raises:
         RendezvousError: the key was not there in time, or the store has failed.
     """
-    begun, pause = time.monotonic(), _PAUSES[0]
+    begun, pause = time.monotonic(), PAUSES[0]
     try:
         while not store.check([key]):
             now = time.monotonic()
             if now >= limit:
                 raise RendezvousError(f"{missing} within {now - begun:.1f} s")
             time.sleep(min(pause, limit - now))
-            pause = min(2 * pause, _PAUSES[1])
+            pause = min(2 * pause, PAUSES[1])
         return bytes(store.get(key))
     except RendezvousError:
         raise

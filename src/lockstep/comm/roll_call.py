@@ -1,0 +1,164 @@
+"""Call the roll where ranks meet at a port: agree on which processes are the ranks of this meeting, and no others.
+
+Note [Roll call]
+~~~~~~~~~~~~~~~~
+The store at an address and a port may hold more than this meeting. torchrun's outlives ranks that it starts again; a
+rank 0 that leaves the world and joins anew may find its own store; a rank that waits may be replaced, by a pod on
+another machine; and where two jobs have the same port, the ranks of one find the rank 0 of the other, since their own
+could not listen there. So nothing counts that stands under a rank's number alone. Rank 0 opens a meeting under a name
+that it draws; every other rank writes under this name who it is; when all have, rank 0 writes down one process for each
+number, and these have met. All that they write from then on has the meeting's name in front.
+
+A process that finds itself left out has come to a meeting of before, and waits for the next one; or another process has
+its number. If that one lives on this machine, it is an error at once: two jobs meet at one port, and the first process
+has the place, whichever job it belongs to. Only where a scheduler has a name for the world (``LOCKSTEP_WORLD``) can
+ranks tell: one whose name is not rank 0's is refused before it writes anything.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import time
+from dataclasses import asdict, dataclass, field
+
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but not in torch's stubs
+    PrefixStore,
+    Store,
+)
+
+from lockstep import _proc
+from lockstep.comm.group.meeting import PAUSES, Whereabouts, get
+from lockstep.errors import EnvironmentMismatch, RendezvousError
+from lockstep.identity import Identity
+
+_MEETING = "meeting"
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A meeting that rank 0 has opened."""
+
+    size: int
+    #: The scheduler's name for its world; empty: it has none.
+    world: str
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A process that comes to a meeting. It is another one each time that it comes."""
+
+    process: Whereabouts = field(default_factory=Whereabouts.mine)
+    host: str = field(default_factory=socket.gethostname)
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @classmethod
+    def parse(cls, text: str) -> _Member:
+        told = json.loads(text)
+        return cls(Whereabouts(**told["process"]), told["host"], told["token"])
+
+    def is_another_here(self) -> bool:
+        """Return whether this is a process on this machine that lives, and not the one that asks."""
+        me = Whereabouts.mine()
+        if self.process == me or self.process.why_apart(me) is not None:
+            return False
+        now = _proc.stat(self.process.pid)
+        return now is not None and not now.is_dead and now.started == self.process.started
+
+
+def call_roll(store: Store, identity: Identity, *, where: str, world: str, timeout: float) -> Store:
+    """**Collective.** Return a part of the store that the ranks of this meeting have for themselves.
+
+    Args:
+        store: where the ranks meet.
+        identity: this rank's.
+        where: the store's address and port, for messages.
+        world: the scheduler's name for the rank's world; empty: it has none.
+        timeout: seconds to wait for the other ranks.
+
+    Raises:
+        EnvironmentMismatch: another process on this machine is this rank, or rank 0 belongs to another world.
+        RendezvousError: not all ranks came.
+    """
+    until = time.monotonic() + timeout
+    if identity.rank == 0:
+        return _open(store, _Opened(identity.world_size, world), until)
+    return _join(store, identity, where, world, until)
+
+
+def _open(store: Store, opened: _Opened, until: float) -> Store:
+    store.set(_MEETING, json.dumps(asdict(opened)))
+    ours = PrefixStore(opened.name, store)
+    others = range(1, opened.size)
+    for rank in others:
+        get(ours, f"here/{rank}", until, f"rank 0 of {opened.size}: rank {rank} did not come")
+    # Read now: one that came early may have been replaced since.
+    ours.set("members", json.dumps({rank: ours.get(f"here/{rank}").decode() for rank in others}))
+    return ours
+
+
+def _join(store: Store, identity: Identity, where: str, world: str, until: float) -> Store:
+    me, here = f"rank {identity.rank} of {identity.world_size}", json.dumps(asdict(_Member()))
+    opened: _Opened | None = None
+    taken, pause = "", PAUSES[0]
+    while True:
+        if store.check([_MEETING]):
+            newest = _Opened(**json.loads(store.get(_MEETING)))
+            if newest != opened and newest.size == identity.world_size:
+                opened, pause = newest, PAUSES[0]
+                if opened.world != world:
+                    raise EnvironmentMismatch(
+                        f"{me} belongs to {world or 'a job without a name'}, and found rank 0 of "
+                        f"{opened.world or 'a job without a name'} at {where}: two jobs meet at one port. "
+                        f"{advice(world)}"
+                    )
+                store.set(f"{opened.name}/here/{identity.rank}", here)
+        if opened is not None and store.check([f"{opened.name}/members"]):
+            taken = json.loads(store.get(f"{opened.name}/members"))[str(identity.rank)]
+            if taken == here:
+                return PrefixStore(opened.name, store)
+            other = _Member.parse(taken)
+            if other.is_another_here():
+                raise EnvironmentMismatch(
+                    f"{me} is there already at {where}, as process {other.process.pid} of this machine: two jobs meet "
+                    f"at one port, or two processes have RANK={identity.rank}. {advice(world)}"
+                )
+        now = time.monotonic()
+        if now >= until:
+            raise RendezvousError(f"{me}: {_missing(opened, taken, where)}")
+        time.sleep(min(pause, until - now))
+        pause = min(2 * pause, PAUSES[1])
+
+
+def _missing(opened: _Opened | None, taken: str, where: str) -> str:
+    if opened is None:
+        return (
+            f"a store answers at {where}, but no rank 0 of a world of this size has written there: it did not come, or "
+            "the store is another program's"
+        )
+    if not taken:
+        return f"rank 0 is there at {where}, and other ranks are not"
+    other = _Member.parse(taken)
+    return (
+        f"rank 0 at {where} has begun with another process in this one's place, {other.process.pid} on {other.host}. "
+        "If that one has ended, start rank 0 again; if not, two jobs meet at one port, or two processes have one rank"
+    )
+
+
+def advice(world: str) -> str:
+    """Say what to do about a port that is in use.
+
+    Args:
+        world: as for :func:`call_roll`.
+    """
+    if world:
+        return (
+            "Set MASTER_PORT to a free port for all tasks (srun --export=ALL,MASTER_PORT=PORT …). Where none is set, "
+            "the step's number gives the port, so it is enough to start the step again"
+        )
+    return (
+        "Choose another port (--master_port, or MASTER_PORT where nothing else sets it), or start with lockstep run, "
+        "which needs none on one machine"
+    )

@@ -1,0 +1,131 @@
+"""Who is a rank of a meeting at a port: one process for each number, all of one world, and none of a meeting before."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import pytest
+from torch.distributed import (  # type: ignore[attr-defined]  # public, but not in torch's stubs
+    HashStore,
+    Store,
+)
+
+from lockstep import EnvironmentMismatch, RendezvousError, _proc
+from lockstep.comm import roll_call
+from lockstep.comm.group.meeting import Whereabouts
+from lockstep.comm.roll_call import call_roll
+from lockstep.identity import Identity
+
+
+def _come(store: Store, rank: int, *, size: int = 2, world: str = "", timeout: float = 10.0) -> Store:
+    identity = Identity(rank, size, rank, size, 0, launched=True)
+    return call_roll(store, identity, where="n0:1234", world=world, timeout=timeout)
+
+
+class _Coming(threading.Thread):
+    """A rank that comes on a thread of its own."""
+
+    def __init__(self, come: Callable[[], Store]) -> None:
+        super().__init__(daemon=True)
+        self._come, self.got = come, list[Store]()
+        self.start()
+
+    def run(self) -> None:
+        self.got.append(self._come())
+
+    def result(self) -> Store:
+        self.join(30)
+        return self.got[0]
+
+
+def _together(store: Store, size: int = 2) -> list[Store]:
+    ranks = [_Coming(lambda rank=rank: _come(store, rank, size=size)) for rank in range(size)]  # type: ignore[misc]
+    return [rank.result() for rank in ranks]
+
+
+def _is_shared(stores: list[Store]) -> bool:
+    stores[0].set("a key of its own", "")
+    return all(each.check(["a key of its own"]) for each in stores)
+
+
+def _another(**changes: object) -> str:
+    """What another process writes, here or elsewhere."""
+    member = roll_call._Member(process=replace(Whereabouts.mine(), **changes))  # type: ignore[arg-type]
+    return json.dumps(asdict(member))
+
+
+def test_each_meeting_has_a_part_of_the_store_for_itself() -> None:
+    store = HashStore()
+    first = _together(store)
+    second = _together(store, size=3)
+    third = _together(store)
+    assert all(map(_is_shared, (first, second)))
+    assert not third[1].check(["a key of its own"])
+
+
+def test_who_came_in_vain_to_a_meeting_before_comes_to_the_next() -> None:
+    """As ranks that torchrun starts again in the same store: rank 0 had waited, and is started again as the second."""
+    store = HashStore()
+    with pytest.raises(RendezvousError, match="rank 0 of 2: rank 1 did not come"):
+        _come(store, 0, timeout=0.05)
+    early = _Coming(lambda: _come(store, 1))
+    late = _come(store, 0)
+    assert _is_shared([late, early.result()])
+
+
+def test_who_comes_in_place_of_a_process_that_has_gone_is_waited_for() -> None:
+    """Rank 1 had come, and has gone before rank 2 came: the one in its place is of this meeting."""
+    store = HashStore()
+    waits = _Coming(lambda: _come(store, 0, size=3))
+    while not store.check(["meeting"]):
+        pass
+    name = json.loads(store.get("meeting"))["name"]
+    store.set(f"{name}/here/1", _another(boot_id="of a machine that failed"))
+    instead = _Coming(lambda: _come(store, 1, size=3))
+    while "failed" in store.get(f"{name}/here/1").decode():
+        pass
+    assert _is_shared([_come(store, 2, size=3), instead.result(), waits.result()])
+
+
+def _begun_with(told: str) -> HashStore:
+    """A store in which rank 0 has begun with another process as rank 1."""
+    store = HashStore()
+    store.set("meeting", json.dumps({"size": 2, "world": "", "name": "n"}))
+    store.set("n/members", json.dumps({1: told}))
+    return store
+
+
+def test_a_second_process_of_one_rank_on_this_machine_is_refused_at_once() -> None:
+    parent = os.getppid()
+    store = _begun_with(_another(pid=parent, started=_proc.started(parent)))
+    with pytest.raises(EnvironmentMismatch, match=rf"rank 1 of 2 is there already at n0:1234, as process {parent} of"):
+        _come(store, 1)
+
+
+@pytest.mark.parametrize("where", ["gone", "elsewhere"])
+def test_who_finds_another_process_in_its_place_waits_for_the_next_meeting(where: str) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    store = _begun_with(_another(pid=gone.pid, started=1) if where == "gone" else _another(boot_id="another"))
+    with pytest.raises(RendezvousError, match=r"has begun with another process in this one's place, .* start rank 0"):
+        _come(store, 1, timeout=0.05)
+    waits = _Coming(lambda: _come(store, 1))
+    assert _is_shared([_come(store, 0), waits.result()])
+
+
+def test_rank_0_of_another_world_is_refused_and_one_that_does_not_come_is_named() -> None:
+    store = HashStore()
+    with pytest.raises(RendezvousError, match="a store answers at n0:1234, but no rank 0 of a world of this size"):
+        _come(store, 1, timeout=0.05)
+    with pytest.raises(RendezvousError, match="rank 1 did not come"):
+        _come(store, 0, world="Slurm's job 7, step 0", timeout=0.05)
+    with pytest.raises(EnvironmentMismatch, match="belongs to a job without a name, and found rank 0 of Slurm's job 7"):
+        _come(store, 1)
+    with pytest.raises(RendezvousError, match="rank 0 is there at n0:1234, and other ranks are not"):
+        _come(store, 1, world="Slurm's job 7, step 0", timeout=0.05)

@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -190,6 +191,20 @@ def test_ranks_that_torchrun_starts_again_meet_anew(tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1", f"--master-port={free_port()}"]
     said = start(tmp_path, RESTARTED, *launcher, program=warm.server().commands / "python")
     assert said == worlds("shm")
+
+
+def test_a_rank_that_torchrun_starts_again_on_one_of_two_machines_meets_the_other(tmp_path: Path) -> None:
+    """Each machine's torchrun counts its own restarts: the rank that waits is in its start 0, the other in 1."""
+    common = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--max-restarts=1"]
+    common += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    python = warm.server().commands / "python"
+    with ThreadPoolExecutor(2) as machines:
+        said = [
+            machines.submit(start, tmp_path, RESTARTED, *common, f"--node-rank={node}", program=python)
+            for node in range(2)
+        ]
+        lines = [line for each in said for line in each.result()]
+    assert lines == [f" {rank} of 2 (local 0 of 1) over shm: 3" for rank in range(2)]
 
 
 def test_under_lockstep_run(tmp_path: Path) -> None:

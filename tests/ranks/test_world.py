@@ -528,7 +528,7 @@ _BREAKS: dict[str, tuple[str, str]] = {
 def _keys_of_three_worlds() -> list[int]:
     store, keys = dist.HashStore(), [0]  # type: ignore[attr-defined]
     for _ in range(3):
-        ours = call_roll(store, Identity(), where="", world="", timeout=10.0)
+        ours = call_roll(store, Identity(), where="", world="", is_agents=False, timeout=10.0)
         choose.open_fastest(ours, Identity(), 10.0)
         dist.destroy_process_group()
         keys.append(store.num_keys())

@@ -23,9 +23,11 @@ from lockstep.comm.roll_call import call_roll
 from lockstep.identity import Identity
 
 
-def _come(store: Store, rank: int, *, size: int = 2, world: str = "", timeout: float = 10.0) -> Store:
+def _come(
+    store: Store, rank: int, *, size: int = 2, world: str = "", is_agents: bool = False, timeout: float = 10.0
+) -> Store:
     identity = Identity(rank, size, rank, size, 0, launched=True)
-    return call_roll(store, identity, where="n0:1234", world=world, timeout=timeout)
+    return call_roll(store, identity, where="n0:1234", world=world, is_agents=is_agents, timeout=timeout)
 
 
 class _Coming(threading.Thread):
@@ -83,9 +85,9 @@ def test_who_comes_in_place_of_a_process_that_has_gone_is_waited_for() -> None:
     """Rank 1 had come, and has gone before rank 2 came: the one in its place is of this meeting."""
     store = HashStore()
     waits = _Coming(lambda: _come(store, 0, size=3))
-    while not store.check(["meeting"]):
+    while not store.check([roll_call._key(3)]):
         pass
-    name = json.loads(store.get("meeting"))["name"]
+    name = json.loads(store.get(roll_call._key(3)))["name"]
     store.set(f"{name}/here/1", _another(boot_id="of a machine that failed"))
     instead = _Coming(lambda: _come(store, 1, size=3))
     while "failed" in store.get(f"{name}/here/1").decode():
@@ -96,7 +98,7 @@ def test_who_comes_in_place_of_a_process_that_has_gone_is_waited_for() -> None:
 def _begun_with(told: str) -> HashStore:
     """A store in which rank 0 has begun with another process as rank 1."""
     store = HashStore()
-    store.set("meeting", json.dumps({"size": 2, "world": "", "name": "n"}))
+    store.set(roll_call._key(2), json.dumps({"world": "", "name": "n"}))
     store.set("n/members", json.dumps({1: told}))
     return store
 
@@ -105,6 +107,48 @@ def test_a_second_process_of_one_rank_on_this_machine_is_refused_at_once() -> No
     parent = os.getppid()
     store = _begun_with(_another(pid=parent, started=_proc.started(parent)))
     with pytest.raises(EnvironmentMismatch, match=rf"rank 1 of 2 is there already at n0:1234, as process {parent} of"):
+        _come(store, 1)
+    waits = _Coming(lambda: _come(store, 1, is_agents=True))  # there it may be left of a start before
+    assert _is_shared([_come(store, 0, is_agents=True), waits.result()])
+
+
+def test_the_first_process_of_a_rank_has_the_place() -> None:
+    """Also while rank 0 still waits for others."""
+    store, parent = HashStore(), os.getppid()
+    waits = _Coming(lambda: _come(store, 0, size=3))
+    while not store.check([roll_call._key(3)]):
+        pass
+    name, first = json.loads(store.get(roll_call._key(3)))["name"], _another(pid=parent, started=_proc.started(parent))
+    store.set(f"{name}/here/1", first)
+    with pytest.raises(EnvironmentMismatch, match="two jobs meet at one port, or two processes have RANK=1"):
+        _come(store, 1, size=3)
+    assert store.get(f"{name}/here/1").decode() == first
+    assert _is_shared([_come(store, 2, size=3), waits.result()])
+
+
+def test_a_rank_that_gives_up_is_not_counted_on() -> None:
+    store = HashStore()
+    waits = _Coming(lambda: _come(store, 0, size=3))
+    with pytest.raises(RendezvousError, match="rank 0 is there at n0:1234, and other ranks are not"):
+        _come(store, 1, size=3, timeout=0.2)
+    other = _Coming(lambda: _come(store, 2, size=3))
+    assert _is_shared([_come(store, 1, size=3), other.result(), waits.result()])
+
+
+def test_a_lone_child_of_a_rank_leaves_the_ranks_meeting_alone() -> None:
+    store = HashStore()
+    waits = _Coming(lambda: _come(store, 0))
+    while not store.check([roll_call._key(2)]):
+        pass
+    _come(store, 0, size=1)
+    assert _is_shared([_come(store, 1), waits.result()])
+
+
+@pytest.mark.parametrize("told", ["[]", "{}", "yes", '{"world": 3}'])
+def test_what_another_program_has_written_is_named(told: str) -> None:
+    store = HashStore()
+    store.set(roll_call._key(2), told)
+    with pytest.raises(RendezvousError, match="what the store at n0:1234 holds is of another program, or of another"):
         _come(store, 1)
 
 

@@ -71,7 +71,7 @@ from lockstep.text import as_size, which_ranks
 
 #: Seconds between two looks at what the main thread does, while the ranks wait for it.
 _NAP = 0.01
-#: Seconds that a program's end waits for this thread, which may be at a save, or at a store that does not answer.
+#: Seconds that a program's end waits for this thread, which may be at a store that does not answer.
 _ENDING = 15.0
 #: Seconds after which a process that is to end at once ends whatever its buffers do.
 _FLUSH = 1.0
@@ -172,6 +172,8 @@ class SideSaver:
         self._wakeup: Wakeup | None = None
         self._calls: Calls | None = None
         self._closed = False
+        #: True from when the program has ended, and the main thread waits for this one.
+        self._is_ending = False
         #: The number of the last attempt that this rank took part in; the reason why the last one came to nothing.
         self._attempts, self._said = 0, ""
         #: When the main thread last came to a boundary.
@@ -221,12 +223,12 @@ class SideSaver:
         """Attend to no more requests. A save under way is waited for.
 
         Args:
-            limit: the most seconds to wait, where the thread may be left behind; None: any.
+            limit: the program ends, and this is the most seconds to wait for anything but a save; None: it goes on.
         """
         thread, self._thread = self._thread, None
         if thread is None or self._pid != os.getpid():
             return
-        self._closed = True
+        self._closed, self._is_ending = True, limit is not None
         if thread is threading.current_thread():  # it has let go of the Checkpointer as the last, and ends next
             if self._wakeup is not None:
                 self._wakeup.close()
@@ -234,6 +236,8 @@ class SideSaver:
         if self._wakeup is not None:
             self._wakeup.wake()
         thread.join(limit)
+        while thread.is_alive() and self._keeps_others_out and getattr(sys, "last_value", None) is None:
+            thread.join(_NAP)
         if self._wakeup is not None and not thread.is_alive():
             self._wakeup.close()
 
@@ -544,7 +548,7 @@ class SideSaver:
         self._say("the loop had not come to its next step, so the state of its last one was saved from the side")
         self._requests.saved = self._leave_here
         limit = knobs.times().aside_heard
-        told = not self._closed and self._requests.tell_main()  # (closed: its program has ended, and waits for this)
+        told = not self._is_ending and self._requests.tell_main()
         deadline = time.monotonic() + limit
         while told and not self._heard and time.monotonic() < deadline:
             time.sleep(_NAP)

@@ -408,8 +408,14 @@ def _connect(identity: Identity, timeout: timedelta) -> Store:
         ) from None
     if isinstance(store, Exception):
         raise store
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    return call_roll(store, identity, where=where, world=_world_name(), timeout=max(0.0, until - time.monotonic()))
+    return call_roll(
+        store,
+        identity,
+        where=f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+        world=_world_name(),
+        is_agents=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        timeout=timeout.total_seconds(),
+    )
 
 
 def _world_name() -> str:

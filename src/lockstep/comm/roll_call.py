@@ -10,9 +10,10 @@ that it draws; every other rank writes under this name who it is; when all have,
 number, and these have met. All that they write from then on has the meeting's name in front.
 
 A process that finds itself left out has come to a meeting of before, and waits for the next one; or another process has
-its number. If that one lives on this machine, it is an error at once: two jobs meet at one port, and the first process
-has the place, whichever job it belongs to. Only where a scheduler has a name for the world (``LOCKSTEP_WORLD``) can
-ranks tell: one whose name is not rank 0's is refused before it writes anything.
+its number. Where rank 0 serves the store itself, it is an error at once to find another process of this machine there
+that lives: two jobs meet at one port, and the first process has the place, whichever job it belongs to. (In an agent's
+store it may be left of a start before.) Only where a scheduler has a name for the world (``LOCKSTEP_WORLD``) can ranks
+tell: one whose name is not rank 0's is refused before it writes anything.
 """
 
 from __future__ import annotations
@@ -30,20 +31,22 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 
 from lockstep import _proc
 from lockstep.comm.group.meeting import PAUSES, Whereabouts, get
-from lockstep.errors import EnvironmentMismatch, RendezvousError
+from lockstep.errors import EnvironmentMismatch, LockstepError, RendezvousError
 from lockstep.identity import Identity
-
-_MEETING = "meeting"
 
 
 @dataclass(frozen=True)
 class _Opened:
     """A meeting that rank 0 has opened."""
 
-    size: int
     #: The scheduler's name for its world; empty: it has none.
     world: str
     name: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @classmethod
+    def parse(cls, text: str) -> _Opened:
+        told = json.loads(text)
+        return cls(told["world"], told["name"])
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class _Member:
         return now is not None and not now.is_dead and now.started == self.process.started
 
 
-def call_roll(store: Store, identity: Identity, *, where: str, world: str, timeout: float) -> Store:
+def call_roll(store: Store, identity: Identity, *, where: str, world: str, is_agents: bool, timeout: float) -> Store:
     """**Collective.** Return a part of the store that the ranks of this meeting have for themselves.
 
     Args:
@@ -76,67 +79,94 @@ def call_roll(store: Store, identity: Identity, *, where: str, world: str, timeo
         identity: this rank's.
         where: the store's address and port, for messages.
         world: the scheduler's name for the rank's world; empty: it has none.
+        is_agents: an agent serves the store, and not rank 0, so it may outlive the ranks.
         timeout: seconds to wait for the other ranks.
 
     Raises:
         EnvironmentMismatch: another process on this machine is this rank, or rank 0 belongs to another world.
-        RendezvousError: not all ranks came.
+        RendezvousError: not all ranks came, or the store is gone, or another program's.
     """
-    until = time.monotonic() + timeout
     if identity.rank == 0:
-        return _open(store, _Opened(identity.world_size, world), until)
-    return _join(store, identity, where, world, until)
+        return _open(store, identity.world_size, world, time.monotonic() + timeout)
+    try:
+        return _join(store, identity, where, world, is_agents, timeout)
+    except LockstepError:
+        raise
+    except RuntimeError as error:  # torch's stores have no type of their own for what goes wrong in them
+        raise RendezvousError(
+            f"rank {identity.rank} of {identity.world_size}: the store at {where} is gone, most likely with the rank 0 "
+            f"or the launcher that served it: look for the error there. {error}"
+        ) from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise RendezvousError(
+            f"rank {identity.rank} of {identity.world_size}: what the store at {where} holds is of another program, or "
+            f"of another version of lockstep ({type(error).__name__}: {error})"
+        ) from error
 
 
-def _open(store: Store, opened: _Opened, until: float) -> Store:
-    store.set(_MEETING, json.dumps(asdict(opened)))
+def _key(world_size: int) -> str:
+    return f"lockstep/meeting/{world_size}"
+
+
+def _open(store: Store, world_size: int, world: str, until: float) -> Store:
+    opened = _Opened(world)
+    store.set(_key(world_size), json.dumps(asdict(opened)))
     ours = PrefixStore(opened.name, store)
-    others = range(1, opened.size)
+    others = range(1, world_size)
     for rank in others:
-        get(ours, f"here/{rank}", until, f"rank 0 of {opened.size}: rank {rank} did not come")
+        get(ours, f"here/{rank}", until, f"rank 0 of {world_size}: rank {rank} did not come")
     # Read now: one that came early may have been replaced since.
     ours.set("members", json.dumps({rank: ours.get(f"here/{rank}").decode() for rank in others}))
     return ours
 
 
-def _join(store: Store, identity: Identity, where: str, world: str, until: float) -> Store:
+def _join(store: Store, identity: Identity, where: str, world: str, is_agents: bool, timeout: float) -> Store:
     me, here = f"rank {identity.rank} of {identity.world_size}", json.dumps(asdict(_Member()))
-    opened: _Opened | None = None
-    taken, pause = "", PAUSES[0]
+    ours: Store | None = None
+    opened, taken = "", ""
+    until, pause = time.monotonic() + timeout, PAUSES[0]
+
+    def refuse_another_here(told: str) -> None:
+        other = _Member.parse(told)
+        if not is_agents and other.is_another_here():
+            raise EnvironmentMismatch(
+                f"{me} is there already at {where}, as process {other.process.pid} of this machine: two jobs meet at "
+                f"one port, or two processes have RANK={identity.rank}. {advice(world)}"
+            )
+
     while True:
-        if store.check([_MEETING]):
-            newest = _Opened(**json.loads(store.get(_MEETING)))
-            if newest != opened and newest.size == identity.world_size:
-                opened, pause = newest, PAUSES[0]
-                if opened.world != world:
-                    raise EnvironmentMismatch(
-                        f"{me} belongs to {world or 'a job without a name'}, and found rank 0 of "
-                        f"{opened.world or 'a job without a name'} at {where}: two jobs meet at one port. "
-                        f"{advice(world)}"
-                    )
-                store.set(f"{opened.name}/here/{identity.rank}", here)
-        if opened is not None and store.check([f"{opened.name}/members"]):
-            taken = json.loads(store.get(f"{opened.name}/members"))[str(identity.rank)]
-            if taken == here:
-                return PrefixStore(opened.name, store)
-            other = _Member.parse(taken)
-            if other.is_another_here():
+        newest = store.get(_key(identity.world_size)).decode() if store.check([_key(identity.world_size)]) else ""
+        if newest != opened:
+            meeting = _Opened.parse(newest)
+            if meeting.world != world:
                 raise EnvironmentMismatch(
-                    f"{me} is there already at {where}, as process {other.process.pid} of this machine: two jobs meet "
-                    f"at one port, or two processes have RANK={identity.rank}. {advice(world)}"
+                    f"{me} belongs to {world or 'a job without a name'}, and found rank 0 of "
+                    f"{meeting.world or 'a job without a name'} at {where}: two jobs meet at one port. {advice(world)}"
                 )
+            opened, ours, taken = newest, PrefixStore(meeting.name, store), ""
+            until, pause = time.monotonic() + timeout, PAUSES[0]  # rank 0 waits as long from now on
+            if ours.check([f"here/{identity.rank}"]):
+                refuse_another_here(ours.get(f"here/{identity.rank}").decode())
+            ours.set(f"here/{identity.rank}", here)
+        if ours is not None and ours.check(["members"]):
+            taken = json.loads(ours.get("members"))[str(identity.rank)]
+            if taken == here:
+                return ours
+            refuse_another_here(taken)
         now = time.monotonic()
         if now >= until:
+            if ours is not None and not taken:
+                ours.delete_key(f"here/{identity.rank}")  # rank 0 must not count on this process
             raise RendezvousError(f"{me}: {_missing(opened, taken, where)}")
         time.sleep(min(pause, until - now))
         pause = min(2 * pause, PAUSES[1])
 
 
-def _missing(opened: _Opened | None, taken: str, where: str) -> str:
-    if opened is None:
+def _missing(opened: str, taken: str, where: str) -> str:
+    if not opened:
         return (
-            f"a store answers at {where}, but no rank 0 of a world of this size has written there: it did not come, or "
-            "the store is another program's"
+            f"a store answers at {where}, but no rank 0 of a world of this size has opened a meeting: it waits for "
+            "other ranks to connect, did not come, has another WORLD_SIZE, or the store is another program's"
         )
     if not taken:
         return f"rank 0 is there at {where}, and other ranks are not"

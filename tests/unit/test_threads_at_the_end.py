@@ -17,8 +17,10 @@ import hashlib, threading
 import torch
 import torch.distributed as dist
 import lockstep
+from lockstep.comm import gloo_threads
 
 lockstep.init("gloo")
+print("names", bool(gloo_threads._states()), flush=True)
 group = dist.group.WORLD  # until the end, as a replica keeps it
 begun = threading.Event()
 
@@ -73,4 +75,6 @@ def test_no_thread_asks_for_requests_after_the_program(tmp_path: Path) -> None:
 @pytest.mark.internals
 def test_a_program_ends_after_gloos_threads_have_let_go(tmp_path: Path) -> None:
     done = _end(_PROGRAM, tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "let go False\n", "")
+    if "names False" in done.stdout:
+        pytest.skip("this torch gives gloo's threads no names, so they are not waited for")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "names True\nlet go False\n", "")

@@ -6,8 +6,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 import pytest
@@ -21,6 +21,7 @@ from lockstep.comm import roll_call
 from lockstep.comm.group.meeting import Whereabouts
 from lockstep.comm.roll_call import call_roll
 from lockstep.identity import Identity
+from tests.launching import wait_for
 
 
 def _come(
@@ -30,20 +31,27 @@ def _come(
     return call_roll(store, identity, where="n0:1234", world=world, is_agents=is_agents, timeout=timeout)
 
 
-class _Coming(threading.Thread):
+class _Coming:
     """A rank that comes on a thread of its own."""
 
     def __init__(self, come: Callable[[], Store]) -> None:
-        super().__init__(daemon=True)
-        self._come, self.got = come, list[Store]()
-        self.start()
-
-    def run(self) -> None:
-        self.got.append(self._come())
+        pool = ThreadPoolExecutor(1)
+        self._got = pool.submit(come)
+        pool.shutdown(wait=False)  # the thread ends when the rank has come
 
     def result(self) -> Store:
-        self.join(30)
-        return self.got[0]
+        return self._got.result(30)
+
+
+def _opened(store: Store, size: int = 2) -> str:
+    """The name of the meeting, once there is one."""
+    wait_for(lambda: store.check([roll_call._key(size)]), "a meeting")
+    name: str = json.loads(store.get(roll_call._key(size)))["name"]
+    return name
+
+
+def _wait_for_another(store: Store, key: str, than: str = "") -> None:
+    wait_for(lambda: store.check([key]) and store.get(key).decode() != than, f"another {key}")
 
 
 def _together(store: Store, size: int = 2) -> list[Store]:
@@ -77,6 +85,7 @@ def test_who_came_in_vain_to_a_meeting_before_comes_to_the_next() -> None:
     with pytest.raises(RendezvousError, match="rank 0 of 2: rank 1 did not come"):
         _come(store, 0, timeout=0.05)
     early = _Coming(lambda: _come(store, 1))
+    _wait_for_another(store, f"{_opened(store)}/here/1")
     late = _come(store, 0)
     assert _is_shared([late, early.result()])
 
@@ -85,13 +94,10 @@ def test_who_comes_in_place_of_a_process_that_has_gone_is_waited_for() -> None:
     """Rank 1 had come, and has gone before rank 2 came: the one in its place is of this meeting."""
     store = HashStore()
     waits = _Coming(lambda: _come(store, 0, size=3))
-    while not store.check([roll_call._key(3)]):
-        pass
-    name = json.loads(store.get(roll_call._key(3)))["name"]
-    store.set(f"{name}/here/1", _another(boot_id="of a machine that failed"))
+    name, failed = _opened(store, 3), _another(boot_id="of a machine that failed")
+    store.set(f"{name}/here/1", failed)
     instead = _Coming(lambda: _come(store, 1, size=3))
-    while "failed" in store.get(f"{name}/here/1").decode():
-        pass
+    _wait_for_another(store, f"{name}/here/1", failed)
     assert _is_shared([_come(store, 2, size=3), instead.result(), waits.result()])
 
 
@@ -109,6 +115,7 @@ def test_a_second_process_of_one_rank_on_this_machine_is_refused_at_once() -> No
     with pytest.raises(EnvironmentMismatch, match=rf"rank 1 of 2 is there already at n0:1234, as process {parent} of"):
         _come(store, 1)
     waits = _Coming(lambda: _come(store, 1, is_agents=True))  # there it may be left of a start before
+    _wait_for_another(store, "n/here/1")
     assert _is_shared([_come(store, 0, is_agents=True), waits.result()])
 
 
@@ -116,9 +123,7 @@ def test_the_first_process_of_a_rank_has_the_place() -> None:
     """Also while rank 0 still waits for others."""
     store, parent = HashStore(), os.getppid()
     waits = _Coming(lambda: _come(store, 0, size=3))
-    while not store.check([roll_call._key(3)]):
-        pass
-    name, first = json.loads(store.get(roll_call._key(3)))["name"], _another(pid=parent, started=_proc.started(parent))
+    name, first = _opened(store, 3), _another(pid=parent, started=_proc.started(parent))
     store.set(f"{name}/here/1", first)
     with pytest.raises(EnvironmentMismatch, match="two jobs meet at one port, or two processes have RANK=1"):
         _come(store, 1, size=3)
@@ -129,17 +134,40 @@ def test_the_first_process_of_a_rank_has_the_place() -> None:
 def test_a_rank_that_gives_up_is_not_counted_on() -> None:
     store = HashStore()
     waits = _Coming(lambda: _come(store, 0, size=3))
-    with pytest.raises(RendezvousError, match="rank 0 is there at n0:1234, and other ranks are not"):
-        _come(store, 1, size=3, timeout=0.2)
+    name = _opened(store, 3)
+    with pytest.raises(RendezvousError, match="rank 0 has opened a meeting at n0:1234, and not all ranks have come"):
+        _come(store, 1, size=3, timeout=0.05)
+    assert store.get(f"{name}/here/1") == b""
     other = _Coming(lambda: _come(store, 2, size=3))
+    _wait_for_another(store, f"{name}/here/2")
     assert _is_shared([_come(store, 1, size=3), other.result(), waits.result()])
+
+
+def test_a_rank_that_gives_up_leaves_the_place_to_who_has_taken_it() -> None:
+    store = HashStore()
+    with pytest.raises(RendezvousError, match="rank 0 of 3: rank 1 did not come"):
+        _come(store, 0, size=3, timeout=0.05)
+    key, instead = f"{_opened(store, 3)}/here/1", _another(boot_id="another")
+    gives_up = _Coming(lambda: _come(store, 1, size=3, timeout=1.0))
+    _wait_for_another(store, key)
+    store.set(key, instead)
+    with pytest.raises(RendezvousError, match="not all ranks have come"):
+        gives_up.result()
+    assert store.get(key).decode() == instead
+
+
+def test_rank_0_names_who_gave_up_and_did_not_come_again() -> None:
+    store = HashStore()
+    waits = _Coming(lambda: _come(store, 0, timeout=1.0))
+    store.set(f"{_opened(store)}/here/1", "")
+    with pytest.raises(RendezvousError, match="rank 0 of 2: rank 1 came, and gave up before all were there"):
+        waits.result()
 
 
 def test_a_lone_child_of_a_rank_leaves_the_ranks_meeting_alone() -> None:
     store = HashStore()
     waits = _Coming(lambda: _come(store, 0))
-    while not store.check([roll_call._key(2)]):
-        pass
+    _opened(store)
     _come(store, 0, size=1)
     assert _is_shared([_come(store, 1), waits.result()])
 
@@ -160,6 +188,7 @@ def test_who_finds_another_process_in_its_place_waits_for_the_next_meeting(where
     with pytest.raises(RendezvousError, match=r"has begun with another process in this one's place, .* start rank 0"):
         _come(store, 1, timeout=0.05)
     waits = _Coming(lambda: _come(store, 1))
+    _wait_for_another(store, "n/here/1")
     assert _is_shared([_come(store, 0), waits.result()])
 
 
@@ -171,5 +200,5 @@ def test_rank_0_of_another_world_is_refused_and_one_that_does_not_come_is_named(
         _come(store, 0, world="Slurm's job 7, step 0", timeout=0.05)
     with pytest.raises(EnvironmentMismatch, match="belongs to a job without a name, and found rank 0 of Slurm's job 7"):
         _come(store, 1)
-    with pytest.raises(RendezvousError, match="rank 0 is there at n0:1234, and other ranks are not"):
+    with pytest.raises(RendezvousError, match="rank 0 has opened a meeting at n0:1234, and not"):
         _come(store, 1, world="Slurm's job 7, step 0", timeout=0.05)

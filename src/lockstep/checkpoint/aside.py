@@ -220,7 +220,7 @@ class SideSaver:
         self._thread.start()
 
     def stop(self, *, limit: float | None = None) -> None:
-        """Attend to no more requests. A save under way is waited for.
+        """Attend to no more requests. A save under way is waited for, but not where an error ends the program.
 
         Args:
             limit: the program ends, and this is the most seconds to wait for anything but a save; None: it goes on.

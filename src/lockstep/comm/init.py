@@ -92,8 +92,8 @@ def init(
 
     Raises:
         EnvironmentMismatch: the launcher's variables are incomplete or contradict each other, hosts ask for different
-            backends, there are more ranks than GPUs or two ranks have the same one, or this process's parent is this
-            rank already.
+            backends, there are more ranks than GPUs or two ranks have the same one, this process's parent or another
+            process of this machine is this rank already, or rank 0 belongs to another job.
         RendezvousError: the ranks could not meet within ``timeout``, or the port is taken.
         ValueError: the backend is unknown or not available here, the timeout is not positive, or the seed is negative
             or 2**63 or more.

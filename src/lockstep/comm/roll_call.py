@@ -9,11 +9,12 @@ could not listen there. So nothing counts that stands under a rank's number alon
 that it draws; every other rank writes under this name who it is; when all have, rank 0 writes down one process for each
 number, and these have met. All that they write from then on has the meeting's name in front.
 
-A process that finds itself left out has come to a meeting of before, and waits for the next one; or another process has
-its number. Where rank 0 serves the store itself, it is an error at once to find another process of this machine there
-that lives: two jobs meet at one port, and the first process has the place, whichever job it belongs to. (In an agent's
-store it may be left of a start before.) Only where a scheduler has a name for the world (``LOCKSTEP_WORLD``) can ranks
-tell: one whose name is not rank 0's is refused before it writes anything.
+A process that finds itself left out has come to a meeting of before, and waits for the next one as long as the store is
+there; or another process has its number. Where rank 0 serves the store itself, it is an error at once to find another
+process there that can be seen to live on this machine: two jobs meet at one port, and the first process has the place,
+whichever job it belongs to. (In an agent's store it may be left of a start before, and the last one counts, as it does
+between machines and containers.) Only where a scheduler has a name for the world (``LOCKSTEP_WORLD``) can ranks tell:
+one whose name is not rank 0's is refused before it writes anything.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from lockstep import _proc
 from lockstep.comm.group.meeting import PAUSES, Whereabouts, get
 from lockstep.errors import EnvironmentMismatch, LockstepError, RendezvousError
 from lockstep.identity import Identity
+from lockstep.text import which_ranks
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def call_roll(store: Store, identity: Identity, *, where: str, world: str, is_ag
         timeout: seconds to wait for the other ranks.
 
     Raises:
-        EnvironmentMismatch: another process on this machine is this rank, or rank 0 belongs to another world.
+        EnvironmentMismatch: another process that lives on this machine is this rank, in a store that rank 0 serves; or
+            rank 0 belongs to another world.
         RendezvousError: not all ranks came, or the store is gone, or another program's.
     """
     if identity.rank == 0:
@@ -94,8 +97,8 @@ def call_roll(store: Store, identity: Identity, *, where: str, world: str, is_ag
         raise
     except RuntimeError as error:  # torch's stores have no type of their own for what goes wrong in them
         raise RendezvousError(
-            f"rank {identity.rank} of {identity.world_size}: the store at {where} is gone, most likely with the rank 0 "
-            f"or the launcher that served it: look for the error there. {error}"
+            f"rank {identity.rank} of {identity.world_size}: the store at {where} answers no more, most likely because "
+            f"the rank 0 or the launcher that served it has ended: look for the error there. {error}"
         ) from error
     except (KeyError, TypeError, ValueError) as error:
         raise RendezvousError(
@@ -112,12 +115,25 @@ def _open(store: Store, world_size: int, world: str, until: float) -> Store:
     opened = _Opened(world)
     store.set(_key(world_size), json.dumps(asdict(opened)))
     ours = PrefixStore(opened.name, store)
-    others = range(1, world_size)
-    for rank in others:
-        get(ours, f"here/{rank}", until, f"rank 0 of {world_size}: rank {rank} did not come")
-    # Read now: one that came early may have been replaced since.
-    ours.set("members", json.dumps({rank: ours.get(f"here/{rank}").decode() for rank in others}))
+    ours.set("members", json.dumps(_all_here(ours, world_size, until)))
     return ours
+
+
+def _all_here(ours: Store, world_size: int, until: float) -> dict[int, str]:
+    """Wait until every rank has come and none has given up since. Keys stay, so that no ``get`` of torch's waits."""
+    while True:
+        for rank in range(1, world_size):
+            get(ours, f"here/{rank}", until, f"rank 0 of {world_size}: rank {rank} did not come")
+        # Read together: one that came early may have been replaced since, or have given up.
+        told = {rank: ours.get(f"here/{rank}").decode() for rank in range(1, world_size)}
+        left = [rank for rank, text in told.items() if not text]
+        if not left:
+            return told
+        if time.monotonic() >= until:
+            raise RendezvousError(
+                f"rank 0 of {world_size}: {which_ranks(left)} came, and gave up before all were there"
+            )
+        time.sleep(PAUSES[1])
 
 
 def _join(store: Store, identity: Identity, where: str, world: str, is_agents: bool, timeout: float) -> Store:
@@ -127,8 +143,10 @@ def _join(store: Store, identity: Identity, where: str, world: str, is_agents: b
     until, pause = time.monotonic() + timeout, PAUSES[0]
 
     def refuse_another_here(told: str) -> None:
+        if is_agents or not told:
+            return
         other = _Member.parse(told)
-        if not is_agents and other.is_another_here():
+        if other.is_another_here():
             raise EnvironmentMismatch(
                 f"{me} is there already at {where}, as process {other.process.pid} of this machine: two jobs meet at "
                 f"one port, or two processes have RANK={identity.rank}. {advice(world)}"
@@ -156,7 +174,7 @@ def _join(store: Store, identity: Identity, where: str, world: str, is_agents: b
         now = time.monotonic()
         if now >= until:
             if ours is not None and not taken:
-                ours.delete_key(f"here/{identity.rank}")  # rank 0 must not count on this process
+                ours.compare_set(f"here/{identity.rank}", here, "")  # rank 0 must not count on this process
             raise RendezvousError(f"{me}: {_missing(opened, taken, where)}")
         time.sleep(min(pause, until - now))
         pause = min(2 * pause, PAUSES[1])
@@ -169,7 +187,7 @@ def _missing(opened: str, taken: str, where: str) -> str:
             "other ranks to connect, did not come, has another WORLD_SIZE, or the store is another program's"
         )
     if not taken:
-        return f"rank 0 is there at {where}, and other ranks are not"
+        return f"rank 0 has opened a meeting at {where}, and not all ranks have come; or it has ended since"
     other = _Member.parse(taken)
     return (
         f"rank 0 at {where} has begun with another process in this one's place, {other.process.pid} on {other.host}. "

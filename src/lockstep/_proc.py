@@ -73,6 +73,12 @@ def started(pid: int) -> int | None:
     return None if found is None or found.is_dead else found.started
 
 
+def lives(pid: int, started: int) -> bool:
+    """Return whether the process with this id that started then lives; a zombie does not. False if access is denied."""
+    now = stat(pid)
+    return now is not None and not now.is_dead and now.started == started
+
+
 def age(started: int) -> float:
     """Return for how many seconds a process has run that started at this time, as :func:`started` returns it."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / _TICKS

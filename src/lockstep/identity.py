@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from lockstep import knobs
 from lockstep.errors import EnvironmentMismatch
 from lockstep.schedulers import slurm
-from lockstep.schedulers.place import mpi_variables, rank_variables, world_title
+from lockstep.schedulers.place import mpi_variables, rank_variables, srun_task
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,9 @@ def adopt(env: MutableMapping[str, str] = os.environ) -> None:
     """
     if _is_undescribed(env):
         env.update(rank_variables(env))
-        if title := world_title(env):
-            env[knobs.WORLD] = title
+        task = srun_task(env)
+        if task is not None:
+            env[knobs.WORLD] = task.title
 
 
 def _is_undescribed(env: Mapping[str, str]) -> bool:

@@ -154,6 +154,7 @@ class SideSaver:
         leave_word: tells the launcher, or the user, of a checkpoint after which the run is left.
     """
 
+    #: Those whose thread has been started, in this process or the one that it was forked from.
     _started: ClassVar[weakref.WeakSet[SideSaver]] = weakref.WeakSet()
 
     def __init__(

@@ -64,5 +64,4 @@ def _owner_here(folder: RunFolder) -> Owner:
 
 
 def _is_there(owner: Owner) -> bool:
-    state = _proc.stat(owner.pid)
-    return state is not None and not state.is_dead and state.started == owner.start
+    return _proc.lives(owner.pid, owner.start)

@@ -30,12 +30,10 @@ _LIMIT = 10.0
 
 def await_rest() -> None:
     """Wait until all of gloo's threads in this process sleep; at once if there are none."""
-    until, asleep = time.monotonic() + _LIMIT, 0
-    while asleep < _LOOKS and time.monotonic() < until:
+    until, asleep, states = time.monotonic() + _LIMIT, 0, _states()
+    while states and asleep < _LOOKS and time.monotonic() < until:
+        time.sleep(_PAUSE)  # before the look: a thread that waits for the interpreter's lock sleeps as well
         states = _states()
-        if not states:
-            return
-        time.sleep(_PAUSE)
         asleep = asleep + 1 if states == {"S"} else 0
 
 

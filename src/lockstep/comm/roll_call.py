@@ -69,8 +69,7 @@ class _Member:
         me = Whereabouts.mine()
         if self.process == me or self.process.why_apart(me) is not None:
             return False
-        now = _proc.stat(self.process.pid)
-        return now is not None and not now.is_dead and now.started == self.process.started
+        return _proc.lives(self.process.pid, self.process.started)
 
 
 def call_roll(store: Store, identity: Identity, *, where: str, world: str, is_agents: bool, timeout: float) -> Store:
@@ -140,7 +139,7 @@ def _join(store: Store, identity: Identity, where: str, world: str, is_agents: b
     me, here = f"rank {identity.rank} of {identity.world_size}", json.dumps(asdict(_Member()))
     ours: Store | None = None
     opened, taken = "", ""
-    until, pause = time.monotonic() + timeout, PAUSES[0]
+    key, until, pause = _key(identity.world_size), time.monotonic() + timeout, PAUSES[0]
 
     def refuse_another_here(told: str) -> None:
         if is_agents or not told:
@@ -153,7 +152,7 @@ def _join(store: Store, identity: Identity, where: str, world: str, is_agents: b
             )
 
     while True:
-        newest = store.get(_key(identity.world_size)).decode() if store.check([_key(identity.world_size)]) else ""
+        newest = store.get(key).decode() if store.check([key]) else ""
         if newest != opened:
             meeting = _Opened.parse(newest)
             if meeting.world != world:

@@ -53,14 +53,15 @@ class LauncherPlace:
     world: str = ""
 
 
-def world_title(env: Mapping[str, str]) -> str:
-    """Return the scheduler's name for the tasks of which this one is a rank, by :func:`rank_variables`; or "".
+def srun_task(env: Mapping[str, str]) -> slurm.SlurmTask | None:
+    """Return the task of srun's that this process is; None: it is none, or the only one of its step, or mpirun's.
 
     Raises:
-        EnvironmentMismatch: as there.
+        EnvironmentMismatch: srun's variables are incomplete or contradict each other.
     """
-    task = None if "LOCAL_RANK" in mpi_variables(env) else slurm.read(env)
-    return "" if task is None else task.title
+    # mpirun inside a job of Slurm starts its helpers with srun, whose variables the ranks inherit. The other way round,
+    # Slurm's own PMI says no local rank.
+    return None if "LOCAL_RANK" in mpi_variables(env) else slurm.read(env)
 
 
 def rank_variables(env: Mapping[str, str]) -> dict[str, str]:
@@ -74,9 +75,7 @@ def rank_variables(env: Mapping[str, str]) -> dict[str, str]:
             on which nothing has started ranks.
     """
     by_mpi = mpi_variables(env)
-    # mpirun inside a job of Slurm starts its helpers with srun, whose variables the ranks inherit. The other way round,
-    # Slurm's own PMI says no local rank.
-    task = None if "LOCAL_RANK" in by_mpi else slurm.read(env)
+    task = srun_task(env)
     if task is not None:
         return {
             "RANK": str(task.rank),

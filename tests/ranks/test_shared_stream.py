@@ -46,13 +46,14 @@ class Counting(IterableDataset[Any]):
 
     def __init__(self, length: int, *, fails_at: int | None = None, kills: bool = False) -> None:
         self.length, self.fails_at, self.kills = length, fails_at, kills
-        self.read = torch.zeros(1, dtype=torch.int64).share_memory_()
+        #: By worker, since two that add to one number may lose an addition.
+        self.read = torch.zeros(2, dtype=torch.int64).share_memory_()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         info = get_worker_info()
         first, step = (info.id, info.num_workers) if info else (0, 1)
         for number in range(first, self.length, step):
-            self.read += 1
+            self.read[first] += 1
             if number == self.fails_at:
                 self.fail(number)
             noise = [torch.rand(()).item(), random.random(), float(np.random.rand())]
@@ -82,7 +83,7 @@ def _passes(length: int, workers: int, persistent: bool = False) -> tuple[list[A
     seen, read = [], []
     for _ in range(2):
         seen.append([_plain(batch) for batch in loader])
-        read.append(int(stream.read))
+        read.append(int(stream.read.sum()))
     return seen, read
 
 
@@ -402,7 +403,7 @@ def _by_all(after: int, workers: int) -> tuple[list[tuple[Any, Any]], int, list[
         for _ in range(2):
             for part, noise in loader:
                 seen.append((part.numbers if isinstance(part, Opaque) else part.tolist(), noise.tolist()))
-    return seen, int(stream.read), [str(each.message) for each in told]
+    return seen, int(stream.read.sum()), [str(each.message) for each in told]
 
 
 @pytest.mark.parametrize(("after", "workers"), [(0, 0), (0, 1), (12, 0), (12, 1)])

@@ -384,6 +384,8 @@ def _other(ending: Ending, first: Ending) -> str:
         return " had ended by itself, with exit code 0"
     if _alike(ending, first):
         return " failed too, by the same error"
+    if ending.is_echo and not first.is_echo:  # whether it finds out before it is stopped is chance
+        return f": stopped because rank {first.rank} failed"
     if ending.failed_by_itself and ending.record is not None and ending.record.type != "SystemExit":
         kind, _, message = ending.cause.partition(": ")
         return f" failed too: {kind}: {_anonymous(message, ending.rank)}" if message else f" failed too: {kind}"

@@ -196,13 +196,18 @@ def test_a_plan_is_of_the_steps_whose_times_the_gpu_has_told(tmp_path: Path, mon
     assert table.backward == pytest.approx([0.008] * len(table.backward), abs=1e-6)
 
 
-def test_the_longest_trace_is_read_in_a_time_that_grows_with_it_alone(tmp_path: Path) -> None:
-    took = []
-    for count in (500, 4000):
-        steps = Steps(tmp_path, steps=count)
-        steps.take(count)
-        steps.close()
-        trace, begun = steps_of(tmp_path, 1), time.process_time()
+def _seconds_to_read(folder: Path, count: int) -> float:
+    steps = Steps(folder, steps=count)
+    steps.take(count)
+    steps.close()
+    trace, took = steps_of(folder, 1), []
+    for _ in range(5):
+        begun = time.process_time()
         assert len(timetables(trace)[0].backward) == count - 1
         took.append(time.process_time() - begun)
-    assert took[1] < 24 * took[0], "eight times as much, and not sixty-four"
+    return min(took)  # (a garbage collection looks at all that other tests have left in this process)
+
+
+def test_the_longest_trace_is_read_in_a_time_that_grows_with_it_alone(tmp_path: Path) -> None:
+    few, many = (_seconds_to_read(tmp_path, count) for count in (500, 4000))
+    assert many < 24 * few, "eight times as much, and not sixty-four"

@@ -7,7 +7,9 @@ import gzip
 import json
 import random
 import re
+import resource
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +193,36 @@ def test_what_does_not_fit_is_counted(rank: Path, monkeypatch: pytest.MonkeyPatc
     part = RankTrace.read(rank, 0)
     assert part is not None
     assert (len(part.events), part.lost) == (8, 13), "one of them is the thread's name"
+
+
+def test_a_full_disk_costs_a_trace_names_and_nothing_else(rank: Path) -> None:
+    recorder = EventWriter(rank, rank=0, steps=1)
+    recorder.open(steps=0)
+    recorder.begin(recorder.name("before", "wait"))
+    names = JobFiles(rank).trace_names(0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (names.stat().st_size + 10, hard))
+    try:
+        cut, refused = recorder.name("cut off in its middle", "wait"), recorder.name("refused", "wait")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (cut, refused) == (0, 0)
+    assert not names.read_bytes().endswith(b"\n"), "a part of a name is there"
+    recorder.begin(cut)
+    recorder.begin(recorder.name("after", "wait"))
+    part = RankTrace.read(rank, 0)
+    assert part is not None
+    begun = [event.about["name"] for event in part.events if event.kind is EventKind.BEGIN]
+    assert begun == ["before", "…", "after"]
+
+
+def test_a_name_that_comes_when_the_window_is_over_is_written_nowhere(rank: Path, tmp_path: Path) -> None:
+    recorder = EventWriter(rank, rank=0, steps=1)
+    recorder.close()
+    with ExitStack() as opened:  # one of them has its file's number now
+        others = [opened.enter_context(open(tmp_path / str(number), "wb")) for number in range(3)]
+        assert recorder.name("too late", "wait") == 0
+    assert [Path(other.name).read_bytes() for other in others] == [b"", b"", b""]
 
 
 def test_a_part_that_was_cut_off_anywhere_is_read(rank: Path) -> None:

@@ -20,6 +20,7 @@ import mmap
 import os
 import struct
 import threading
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
@@ -94,8 +95,10 @@ class EventWriter:
             self._memory = mmap.mmap(fd, size)
         finally:
             os.close(fd)
-        self._names_file = files.trace_names(rank)
-        os.close(os.open(self._names_file, flags, 0o600))
+        #: The file of names, which stays open while names may come: opening it for each takes longer than an event.
+        self._names_fd = os.open(files.trace_names(rank), flags, 0o600)
+        self._names_end = 0
+        self._close_names = weakref.finalize(self, os.close, self._names_fd)
         self._head = memoryview(self._memory)[:_HEAD].cast("q")
         self._head[Head.VERSION], self._head[Head.PID] = _VERSION, os.getpid()
         self._places = count()
@@ -120,6 +123,9 @@ class EventWriter:
         for place, at in () if clock is None else clock.read():
             _ON_DEVICE.pack_into(self._memory, _HEAD + place * _RECORD.size + _ON_DEVICE_AT, at)
         self._head[Head.CLOSED] = monotonic_ns()
+        with self._lock:
+            self._names_fd = -1  # another file may have this number from now on
+            self._close_names()
 
     def name(self, name: str, category: str, **about: Any) -> int:
         """Return the number of a name with facts about it, in JSON's types; other facts make another name."""
@@ -158,11 +164,14 @@ class EventWriter:
                 return 0
             number = self._names.get(key)
             if number is None:
+                line = key.encode() + b"\n"
                 try:
-                    with open(self._names_file, "ab") as file:
-                        file.write(key.encode() + b"\n")
+                    written = os.pwrite(self._names_fd, line, self._names_end)
                 except OSError:  # a full disk costs the trace a name, and the training nothing
                     return 0
+                if written < len(line):  # it is full now; the next name is written over this part of one
+                    return 0
+                self._names_end += written
                 number = self._names[key] = len(self._names) + 1
             return number
 

@@ -323,8 +323,9 @@ class World:
                 other shape (accuracies by class, a gradient), the same on all ranks, as its kind of device is: each
                 element is averaged.
             samples: the number of samples that ``value`` is the mean of. If None: this rank's share of the batch in
-                hand, which the sharded loader handed out last, or 1 if no batch is in hand. After the end of a loop
-                none is: a warning says so if the ranks' shares of the loop's last batch differ.
+                hand, which the sharded loader handed out last (if a loop reads ahead, which the model was given
+                last), or 1 if no batch is in hand. After the end of a loop none is: a warning says so if the ranks'
+                shares of the loop's last batch differ.
 
         A rank with no samples does not count, whatever its value (the mean over nothing is NaN).
 

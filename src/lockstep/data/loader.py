@@ -601,7 +601,8 @@ class ShardedLoader:
         """Yield one batch, which is in hand meanwhile."""
         world, proportions = self._world, tuple(fetched.sizes) or self._source.shares or ()
         share = BatchShare(fetched.samples, fetched.global_samples, proportions)
-        world._in_hand.hand_out(self, share, (self._number, self._cursor.epoch, self._cursor.batches))
+        batch = self._number, self._cursor.epoch, self._cursor.batches
+        world._in_hand.hand_out(self, share, batch, fetched.batch)
         self._advance(fetched)
         flight.current.batch += fetched.samples
         yield fetched.batch

@@ -80,7 +80,7 @@ class EveryStep:
 
     # Forward and backward ---------------------------------------------------------------------------------------------
 
-    def forward_begins(self, module: nn.Module, *, records: bool) -> Forward:
+    def forward_begins(self, module: nn.Module, inputs: Any, *, records: bool) -> Forward:
         """**Collective** in training, outside no_sync, if there are buffers to send or inside join. Begin a forward."""
         replica = self._replica
         averages = replica.syncs and records
@@ -100,7 +100,7 @@ class EveryStep:
         number = replica.forwards.next if averages and module.training and not joins else 0
         if self._in_hand is None:
             return Forward(replica.syncs, 1.0, sends_buffers, divisor, number)
-        weight, items, batch = self._in_hand.read(for_backward=records)
+        weight, items, batch = self._in_hand.read(inputs, for_backward=records)
         batch = None if joins or not averages else batch
         return Forward(replica.syncs, weight, sends_buffers, divisor, number, items, batch=batch)
 

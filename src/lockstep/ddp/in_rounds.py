@@ -94,14 +94,14 @@ class InRounds:
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
-    def forward_begins(self, module: nn.Module, *, records: bool) -> Forward:
+    def forward_begins(self, module: nn.Module, inputs: Any, *, records: bool) -> Forward:
         """**Collective** if a round's steps are done. End the round, and begin a forward."""
         if records and module.training:
             self.between_steps()
         in_hand = self._replica.in_hand()
         if in_hand is None:
             return Forward(self._replica.syncs, 1.0, sends_buffers=False)
-        weight, items, _ = in_hand.read(for_backward=records)
+        weight, items, _ = in_hand.read(inputs, for_backward=records)
         return Forward(self._replica.syncs, _all_or_nothing(weight), sends_buffers=False, items=items)
 
     def weight(self) -> float:

@@ -238,7 +238,7 @@ class Replica(Joinable, BackwardListener):
             if any(map(_requires_grad, self._frozen)):
                 self._train_unfrozen(module)
             if slicing.current is None:
-                self._latest = self._sync.forward_begins(module, records=records)
+                self._latest = self._sync.forward_begins(module, inputs, records=records)
                 for look in self.checks.looks[:] if records else ():
                     look.forward_begins(self._latest, inputs)
             else:

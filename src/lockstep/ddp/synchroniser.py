@@ -39,8 +39,14 @@ class Synchroniser(Protocol):
         """Train newly unfrozen parameters as well."""
         ...
 
-    def forward_begins(self, module: nn.Module, *, records: bool) -> Forward:
-        """**Collective** as a forward is. Return the state of a forward that is about to begin."""
+    def forward_begins(self, module: nn.Module, inputs: Any, *, records: bool) -> Forward:
+        """**Collective** as a forward is. Return the state of a forward that is about to begin.
+
+        Args:
+            module: the module.
+            inputs: a tree of all its arguments.
+            records: whether it computes gradients.
+        """
         ...
 
     def weight(self) -> float:

@@ -29,7 +29,8 @@ its backward still.
 
 Note [Batches in hand]
 ~~~~~~~~~~~~~~~~~~~~~~
-A loop may hold batches of several loaders. The share that counts is that of the batch handed out last, which is right
+A loop may hold batches of several loaders. The share that counts is that of the batch handed out last (or that of an
+earlier one, which the model is given: Note [Batches read ahead] in ``ahead.py``), which is right
 where one loop runs inside another (an evaluation in mid-epoch): when the inner pass ends, the outer batch's share is
 back. It is not right where two loaders are read side by side (``zip``) and one backward goes through both batches: if
 their shares weigh differently, no one weight makes that mean exact, so it is refused. So it matters which batches meet
@@ -50,9 +51,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from threading import get_ident
 from typing import NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
+from torch import Tensor
+
+from lockstep import callsite
 from lockstep.errors import LockstepError
+from lockstep.step.ahead import ReadAhead
+from lockstep.trees import leaves
 
 #: The number of a loader, the epoch, and the number of the batch in it, from 0; empty: no batch.
 BatchId = tuple[int, ...]
@@ -134,10 +140,40 @@ class Taken(NamedTuple):
     batch: BatchId | None
 
 
+class _HandedOut:
+    """A batch that a loader has handed out in a pass that reads ahead."""
+
+    __slots__ = ("__weakref__", "_loader", "batch", "share")
+
+    def __init__(self, loader: object, share: BatchShare, batch: BatchId | None) -> None:
+        self._loader = ref(loader)  # a list of batches keeps no loader alive
+        self.share, self.batch = share, batch
+
+    @property
+    def loader(self) -> object:
+        """The loader, or what stands for one that is gone."""
+        return self._loader() or self
+
+    def __str__(self) -> str:
+        return "<sharded loader that is gone>"
+
+
 class _Pass:
     """A pass over a loader: its batch in hand, and what became of that since the last backward."""
 
-    __slots__ = ("batch", "came", "evaluated", "loader", "read", "share", "thread")
+    __slots__ = (
+        "ahead",
+        "batch",
+        "came",
+        "evaluated",
+        "is_over",
+        "is_said",
+        "loader",
+        "read",
+        "share",
+        "thread",
+        "unread",
+    )
 
     def __init__(self, loader: object) -> None:
         self.loader = loader
@@ -149,6 +185,32 @@ class _Pass:
         self.came = self.evaluated = False
         #: The share of the batch that was there when a forward with gradients came.
         self.read: BatchShare | None = None
+        #: True if the script has said what the batch weighs.
+        self.is_said = False
+        #: The batch itself, until a forward comes; empty if no loop may read ahead.
+        self.unread: object = None
+        #: What is known of a loop that reads ahead; None: it does not.
+        self.ahead: _AheadOfModel | None = None
+        #: True if the pass is over, and its batch in hand all the same.
+        self.is_over = False
+
+    def take_up(self, handed: _HandedOut) -> None:
+        """Have in hand an earlier batch than the last."""
+        if not self.is_said:
+            self.share = handed.share
+        self.batch, self.thread, self.came = handed.batch, get_ident(), True
+        if self.ahead is not None:
+            self.ahead.is_known = self.ahead.was_known = True
+
+
+class _AheadOfModel:
+    """What is known of a pass whose loop reads ahead; see Note [Batches read ahead] in ``ahead.py``."""
+
+    def __init__(self) -> None:
+        #: The different shares of its batches.
+        self.shares: list[BatchShare] = []
+        #: True if the batch in hand is that of a forward's inputs; True if it was for any batch of the pass.
+        self.is_known = self.was_known = False
 
 
 class BatchesInHand:
@@ -166,6 +228,14 @@ class BatchesInHand:
         self._around: WeakKeyDictionary[object, set[object]] = WeakKeyDictionary()
         #: Loaders that were read side by side once.
         self._beside: WeakKeyDictionary[object, WeakSet[object]] = WeakKeyDictionary()
+        #: Identifier of the thread in which the model computes.
+        self._thread = get_ident()
+        #: Of passes that read ahead; None: there was none.
+        self._ahead: ReadAhead[_HandedOut] | None = None
+        #: The shares of such a pass that is over, if they are uneven and no forward knew its batch, and its loader; and
+        #: the loaders warned of.
+        self._lost: tuple[ref[object], list[BatchShare]] | None = None
+        self._warned: WeakSet[object] = WeakSet()
         #: True if items were ever counted here: a job that does not count must not pay for it.
         self._counts = False
         #: The share of the last batch of a pass that is over, while no other has begun.
@@ -182,7 +252,7 @@ class BatchesInHand:
     def say(self, share: BatchShare | None) -> None:
         """Put ``share`` in the place of that of the batch in hand, until its loader continues."""
         if self._passes:
-            self._passes[-1].share = share
+            self._passes[-1].share, self._passes[-1].is_said = share, True
             self._begin_anew()
         else:
             self._base = share
@@ -234,19 +304,47 @@ class BatchesInHand:
     def begin_pass(self, loader: object) -> None:
         """Note where a pass over ``loader`` begins, when its iterator is made."""
         self.over = None
+        self._passes = [each for each in self._passes if not (each.is_over and each.loader is loader)]
         others = {each.loader for each in self._passes if each.loader is not loader}
         self._around[loader] = others - set(self._beside.get(loader, ()))
 
-    def hand_out(self, loader: object, share: BatchShare, batch: BatchId | None = None) -> None:
-        """Note that ``loader`` hands out a batch: which one, if that is to be the same on all ranks."""
+    def hand_out(self, loader: object, share: BatchShare, batch: BatchId | None = None, content: object = None) -> None:
+        """Note that ``loader`` hands out a batch.
+
+        Args:
+            loader: the loader.
+            share: this rank's of the batch.
+            batch: which one, if that is to be the same on all ranks.
+            content: what it hands out, a tree; None: no other batch comes before it was used.
+        """
         passes = self._passes
         mine = passes[0] if len(passes) == 1 and passes[0].loader is loader else self._come_forward(loader)
         if self._counts:
             before = mine.share
             awaited = self._awaits_backward and isinstance(before, Items) and not before.is_taken
             self._left_over = before if awaited and isinstance(before, Items) else None
-        mine.share, mine.batch, mine.thread = share, batch, get_ident()
-        mine.came, mine.evaluated = True, False
+        thread = get_ident()
+        if mine.ahead is None and (mine.unread is not None or thread != self._thread):
+            self._begin_ahead(mine)
+        if mine.ahead is not None:
+            self._remember(mine.ahead, _HandedOut(loader, share, batch), content)
+            if mine.ahead.is_known and thread != mine.thread:
+                return  # what the model computes with is in hand still
+            mine.ahead.is_known = False
+        mine.share, mine.batch, mine.thread, mine.unread = share, batch, thread, content
+        mine.came, mine.evaluated, mine.is_said = True, False, False
+
+    def _begin_ahead(self, mine: _Pass) -> None:
+        """Note that a pass reads ahead, whose batch in hand no forward has had."""
+        mine.ahead = _AheadOfModel()
+        if mine.share is not None and mine.unread is not None and not mine.is_said:
+            self._remember(mine.ahead, _HandedOut(mine.loader, mine.share, mine.batch), mine.unread)
+
+    def _remember(self, ahead: _AheadOfModel, handed: _HandedOut, content: object) -> None:
+        self._ahead = self._ahead or ReadAhead()
+        self._ahead.remember(handed, content)
+        if handed.share not in ahead.shares:
+            ahead.shares.append(handed.share)
 
     def _come_forward(self, loader: object) -> _Pass:
         """Return the pass over ``loader``, which is the last one from now on."""
@@ -262,23 +360,42 @@ class BatchesInHand:
 
     def take_back(self, loader: object) -> None:
         """Note that the pass over ``loader`` is over."""
-        self.over = next((each.share for each in self._passes if each.loader is loader), self.over)
-        self._passes = [each for each in self._passes if each.loader is not loader]
+        mine = next((each for each in self._passes if each.loader is loader), None)
+        if mine is not None:
+            self.over = mine.share
+            if mine.unread is not None and mine.ahead is None:
+                self._begin_ahead(mine)
+            ahead = mine.ahead
+            if ahead is not None and not ahead.was_known and not all(map(self._is_even, ahead.shares)):
+                self._lost = ref(loader), ahead.shares
+            if ahead is not None and ahead.is_known and mine.thread != get_ident():
+                mine.is_over = True  # what the model computes with is in hand still
+        self._passes = [each for each in self._passes if each.loader is not loader or each.is_over]
         self._around.pop(loader, None)
 
     # What forwards and backwards do -----------------------------------------------------------------------------------
 
-    def read(self, *, for_backward: bool) -> Taken:
+    def read(self, inputs: object, *, for_backward: bool) -> Taken:
         """Return what a forward takes, and note whether a backward may come through it.
+
+        Args:
+            inputs: the model's, a tree.
+            for_backward: whether it computes gradients.
 
         Raises:
             ValueError: no rank has any sample.
         """
+        thread = self._thread = get_ident()
+        known = None if self._ahead is None else self._take_up(self._ahead.find(inputs), inputs, warns=for_backward)
         mine = self._passes[-1] if self._passes else None
         share, batch = (self._base, ()) if mine is None else (mine.share, mine.batch)
-        if mine is not None and mine.thread != get_ident():
+        if known is not None and mine is not None:  # (not what a thread that reads ahead has put there meanwhile)
+            share, batch = mine.share if mine.is_said else known.share, known.batch
+        elif mine is not None and mine.thread != thread:
             batch = None
         items = self.items if self._counts else None
+        for each in self._passes:
+            each.unread = None
         if for_backward:
             for each in self._passes:
                 if each.came:
@@ -295,6 +412,62 @@ class BatchesInHand:
                 items.is_taken, items = True, None
         weight = 1.0 if share is None or isinstance(share, Items) else share.weight(self._world_size)
         return Taken(weight, items, batch)
+
+    def _take_up(self, batches: list[_HandedOut], inputs: object, *, warns: bool) -> _HandedOut | None:
+        """Have batches in hand, of which a forward's inputs are; see Note [Batches read ahead] in ``ahead.py``.
+
+        Args:
+            batches: those known, of loaders that read ahead.
+            inputs: the model's, a tree.
+            warns: say it once if another batch than theirs may be in hand.
+
+        Returns:
+            The one that counts; None: the last one handed out does.
+        """
+        passes = [each for each in self._passes if not each.is_over]
+        if self._base is not None and not passes:  # the script has said what weighs
+            batches, warns = [], False
+        for handed in batches:
+            loader, self._lost = handed.loader, None
+            mine = next((each for each in passes if each.loader is loader), None)
+            if mine is None:
+                mine = _Pass(loader)
+                mine.is_over = True
+            else:
+                passes.remove(mine)
+            mine.take_up(handed)
+            passes.append(mine)
+        self._passes = passes
+        if warns and not batches:
+            self._warn_of_unknown(passes[-1] if passes else None, inputs)
+        return batches[-1] if batches else None
+
+    def _warn_of_unknown(self, mine: _Pass | None, inputs: object) -> None:
+        """**Rank 0.** Warn if a forward may be of another batch than that in hand, which weighs otherwise."""
+        if mine is not None:
+            ahead = None if mine.is_said or mine.ahead is None or mine.ahead.is_known else mine.ahead
+            loader, shares = mine.loader, [] if ahead is None else ahead.shares
+            if not any(self._weigh_differently(shares[0], other) for other in shares[1:]):
+                return
+        elif self._lost is not None:
+            loader, shares = self._lost[0](), self._lost[1]
+            if not _lengths(inputs) & {share.local_samples for share in shares}:  # they are of something else
+                return
+        else:
+            return
+        if self._rank == 0 and loader is not None and loader not in self._warned:
+            self._warned.add(loader)
+            callsite.warn(
+                f"rank 0 of {self._world_size}: batches of {loader} were taken before the model needed them (a list of "
+                "them, or a loop that reads ahead), and the shares of them weigh differently (here "
+                f"{', '.join(share.words() for share in shares)}). The inputs of this forward are none of their "
+                "tensors, so which batch it is of is not known, and its mean may not be exact. Give the model the "
+                "loader's own tensors, which are on this rank's device already; or use drop_last=True; or call "
+                "world.weigh(this rank's samples) before each backward"
+            )
+
+    def _is_even(self, share: BatchShare) -> bool:
+        return share.is_even(self._world_size)
 
     @property
     def weight(self) -> float:
@@ -384,3 +557,8 @@ class BatchesInHand:
         return cuts[0] != cuts[1] or any(
             (Fraction(each.global_samples) * part).denominator != 1 for each in (one, two) for part in cuts[0]
         )
+
+
+def _lengths(inputs: object) -> set[float]:
+    """Return the first dimensions of the tensors in a tree."""
+    return {len(leaf) for leaf in leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()}

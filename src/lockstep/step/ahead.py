@@ -1,0 +1,72 @@
+"""Batches that a loop has taken before its model needs them, known again by their tensors.
+
+Note [Batches read ahead]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+The batch handed out last is the one in hand (Note [Batches in hand] in ``share.py``), unless a loop reads ahead: it
+makes a list of all batches first, a generator or a library's prefetcher is one batch ahead of it, a thread fills a
+queue, or ``next(iter(loader))`` takes one and drops the pass. Then a forward would take another batch's share, which is
+another weight where the last batch of an epoch has fewer samples.
+
+Such a pass shows itself: it hands out a batch when no forward has come since the one before, or it ends so. From there
+on its batches are remembered by their tensors (and other objects that a weak reference can follow), and a forward whose
+inputs are among these, or are views of them, puts their batch in hand, also if its pass is over. A tensor that several
+batches have tells nothing. A loop that only skips batches looks the same, and its batch is the one in hand anyway.
+
+Inputs that were moved or computed are not known. That is of no account while all batches weigh alike; otherwise a
+warning says so.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import islice
+from typing import Any, Generic, TypeVar
+from weakref import ref
+
+from torch import Tensor
+
+from lockstep.trees import leaves
+
+#: What is remembered of a batch, one object for each.
+_Batch = TypeVar("_Batch")
+
+#: The most parts of a batch, or of a model's inputs, that are looked at.
+_MOST = 256
+
+
+class ReadAhead(Generic[_Batch]):
+    """The batches that were read ahead, while their tensors live; see Note [Batches read ahead]."""
+
+    def __init__(self) -> None:
+        #: Identifier of an object -> a weak reference to it, and its batch; None: several batches have it.
+        self._known: dict[int, tuple[ref[Any], _Batch | None]] = {}
+
+    def remember(self, handed: _Batch, content: object) -> None:
+        """Know a batch again by the objects of its ``content``, a tree."""
+        for leaf in islice(leaves(content), _MOST):
+            key = id(leaf)
+            if key in self._known:
+                reference, before = self._known[key]
+                self._known[key] = reference, handed if before is handed else None
+                continue
+            try:
+                self._known[key] = ref(leaf, partial(_forget, self._known, key)), handed
+            except TypeError:  # a number or a text
+                continue
+
+    def find(self, inputs: object) -> list[_Batch]:
+        """Return the batches of which a model's ``inputs``, a tree, are; each once."""
+        if not self._known:
+            return []
+        found = dict.fromkeys(map(self._batch_of, islice(leaves(inputs), _MOST)))
+        return [handed for handed in found if handed is not None]
+
+    def _batch_of(self, leaf: Any) -> _Batch | None:
+        known = self._known.get(id(leaf))
+        if known is None and isinstance(leaf, Tensor) and leaf._base is not None:
+            known = self._known.get(id(leaf._base))
+        return None if known is None else known[1]
+
+
+def _forget(known: dict[int, Any], key: int, _: object) -> None:
+    known.pop(key, None)

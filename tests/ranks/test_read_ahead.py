@@ -1,0 +1,210 @@
+"""Batches that a loop takes before its model needs them: lists, prefetchers, threads, one batch alone."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep
+from tests.backends import EACH_BACKEND, OVER_ALL
+from tests.harness import collect_outcomes, run_ranks
+
+pytestmark = EACH_BACKEND
+
+Batch = list[Tensor]
+_SAMPLES, _BATCH = 29, 8  # the last batch has 5
+
+
+def _one_ahead(loader: Iterable[Batch]) -> Iterator[Batch]:
+    batches = iter(loader)
+    before = next(batches)
+    for batch in batches:
+        yield before
+        before = batch
+    yield before
+
+
+def _three_at_once(loader: Iterable[Batch]) -> Iterator[Batch]:
+    """As a trainer that counts tokens of all that it accumulates does."""
+    batches = iter(loader)
+    while window := [batch for _, batch in zip(range(3), batches, strict=False)]:
+        yield from window
+
+
+def _by_a_thread(loader: Iterable[Batch]) -> Iterator[Batch]:
+    waiting: queue.Queue[Any] = queue.Queue(2)
+
+    def fill() -> None:
+        for batch in loader:
+            waiting.put(batch)
+        waiting.put(None)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    yield from iter(waiting.get, None)
+    thread.join()
+
+
+def _the_first(loader: Iterable[Batch]) -> Iterator[Batch]:
+    batch = next(iter(loader))
+    for _ in range(3):
+        yield batch
+
+
+def _twice(loader: Iterable[Batch]) -> Iterator[Batch]:
+    batches = list(loader)
+    yield from batches
+    yield from batches[::-1]
+
+
+def _some(loader: Iterable[Batch]) -> Iterator[Batch]:
+    """Not read ahead, but it begins as that does."""
+    for number, batch in enumerate(loader):
+        if number >= 2:
+            yield batch
+
+
+def _plain(loader: Iterable[Batch]) -> Iterator[Batch]:
+    yield from loader
+
+
+_READERS: dict[str, Callable[[Iterable[Batch]], Iterator[Batch]]] = {
+    "a list": lambda loader: iter([*loader]),
+    "a list, twice and backwards": _twice,
+    "one ahead": _one_ahead,
+    "three at once": _three_at_once,
+    "a thread": _by_a_thread,
+    "the first": _the_first,
+    "some": _some,
+    "plain": _plain,
+}
+
+
+class _Inputs:
+    """What a script does with a batch's inputs."""
+
+    as_they_are = staticmethod(lambda inputs: inputs)
+    viewed = staticmethod(lambda inputs: inputs[:, :2].unsqueeze(1).squeeze(1))
+    computed = staticmethod(lambda inputs: inputs * 1.0)
+
+
+def _train(
+    reader: str, what: str, batch_size: int = _BATCH, shares: list[int] | None = None, drop_last: bool = False
+) -> tuple[Any, Any, list[str]]:
+    """The weights and the mean loss of each step, and the warnings."""
+    world = lockstep.init(timeout=60)
+    torch.manual_seed(0)
+    model = lockstep.replicate(nn.Linear(2, 1, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = TensorDataset(*(torch.randn(_SAMPLES, size, dtype=torch.float64) for size in (2, 1)))
+    loader = lockstep.shard(DataLoader(samples, batch_size=batch_size, drop_last=drop_last), shares=shares)
+    weights, losses = [], []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for inputs, targets in _READERS[reader](loader):
+                loss = ((model(getattr(_Inputs, what)(inputs)) - targets) ** 2).mean()
+                losses.append(world.mean(loss))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                weights.append(model.weight.flatten().tolist())
+    said = [str(each.message) for each in told]
+    return weights, losses, [message for message in said if "World.mean() after the end of the loop" not in message]
+
+
+@OVER_ALL
+@pytest.mark.parametrize("what", ["as_they_are", "viewed"])
+@pytest.mark.parametrize("reader", _READERS)
+def test_it_trains_as_one_process(reader: str, what: str) -> None:
+    batch_size = _SAMPLES if reader == "the first" else _BATCH
+    weights, losses, told = run_ranks(_train, 1, reader, what, batch_size)[0]
+    assert told == []
+    for shares in (None, [2, 1]):
+        for found, means, warned in run_ranks(_train, 2, reader, what, batch_size, shares):
+            torch.testing.assert_close(found, weights, rtol=0, atol=1e-12)
+            torch.testing.assert_close(means, losses, rtol=0, atol=1e-12)
+            assert warned == []
+
+
+@pytest.mark.parametrize("reader", ["a list", "one ahead", "a thread"])
+def test_inputs_that_are_not_known_are_told_once_if_batches_weigh_differently(reader: str) -> None:
+    first, *others = run_ranks(_train, 2, reader, "computed")
+    assert len(first[2]) == 1
+    assert "were taken before the model needed them" in first[2][0]
+    assert "(here 4 of 8 samples, 3 of 5 samples)" in first[2][0]
+    assert "world.weigh" in first[2][0]
+    assert [told for _, _, told in others] == [[]]
+
+
+@pytest.mark.parametrize("reader", ["a list", "one ahead", "a thread"])
+def test_nothing_is_said_where_all_batches_weigh_alike(reader: str) -> None:
+    weights, *_ = run_ranks(_train, 1, reader, "computed", _BATCH, None, True)[0]
+    for found, _, told in run_ranks(_train, 2, reader, "computed", _BATCH, None, True):
+        torch.testing.assert_close(found, weights, rtol=0, atol=1e-12)
+        assert told == []
+
+
+def _weighed(reader: str) -> tuple[Any, list[str]]:
+    world = lockstep.init(timeout=60)
+    torch.manual_seed(0)
+    model = lockstep.replicate(nn.Linear(2, 1, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = TensorDataset(*(torch.randn(_SAMPLES, size, dtype=torch.float64) for size in (2, 1)))
+    loader = lockstep.shard(DataLoader(samples, batch_size=_BATCH))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for inputs, targets in _READERS[reader](loader):
+            optimizer.zero_grad()
+            loss = ((model(inputs * 1.0) - targets) ** 2).mean()
+            world.weigh(len(targets))
+            loss.backward()
+            optimizer.step()
+    return model.weight.flatten().tolist(), [str(each.message) for each in told]
+
+
+@pytest.mark.parametrize("reader", ["a list", "one ahead"])
+def test_what_the_script_says_counts(reader: str) -> None:
+    alone = run_ranks(_weighed, 1, reader)[0][0]
+    for weights, _ in run_ranks(_weighed, 2, reader):
+        torch.testing.assert_close(weights, alone, rtol=0, atol=1e-12)
+
+
+def _shuffled() -> None:
+    world = lockstep.init(timeout=60)
+    model = lockstep.replicate(nn.Linear(2, 1))
+    batches = list(lockstep.shard(DataLoader(TensorDataset(torch.randn(32, 2)), batch_size=8)))
+    random.Random(world.rank).shuffle(batches)
+    for (inputs,) in batches:
+        model(inputs).sum().backward()
+
+
+def test_ranks_that_go_through_a_list_in_another_order_are_told() -> None:
+    for outcome in collect_outcomes(_shuffled, 2):
+        assert outcome.error is not None
+        assert "batch" in str(outcome.message)
+
+
+def _evaluated() -> list[float]:
+    world = lockstep.init(timeout=60)
+    torch.manual_seed(0)
+    model = lockstep.replicate(nn.Linear(2, 1, dtype=torch.float64)).eval()
+    samples = TensorDataset(torch.randn(_SAMPLES, 2, dtype=torch.float64))
+    batches = list(lockstep.shard(DataLoader(samples, batch_size=_BATCH)))
+    with torch.no_grad():
+        return [world.mean(model(inputs).mean()) for (inputs,) in batches]
+
+
+def test_means_of_an_evaluation_are_those_of_one_process() -> None:
+    alone = run_ranks(_evaluated, 1)[0]
+    for means in run_ranks(_evaluated, 2):
+        torch.testing.assert_close(means, alone, rtol=0, atol=1e-12)

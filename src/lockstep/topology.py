@@ -49,7 +49,7 @@ class GpuPlace:
 class Topology:
     """The cores of a machine that are online, and its NVIDIA GPUs."""
 
-    #: In order.
+    #: The cores in the order of their numbers.
     cores: tuple[Core, ...]
     #: The CPUs that a process has where nobody has set its affinity: the cgroup's, without those that are isolated.
     given: frozenset[int]

@@ -123,7 +123,7 @@ class _Agreed:
     """What the ranks have come to in an attempt."""
 
     action: Action
-    #: Why nothing is saved; empty: all save.
+    #: The reason why nothing is saved; empty: all ranks save.
     refused: str = ""
     #: What each rank has told, if all save.
     everyone: tuple[_Ready, ...] = ()
@@ -133,7 +133,7 @@ class _Agreed:
 class _Ready:
     """What a rank tells when it has come to the step at which the ranks save, or has not, in JSON types."""
 
-    #: Why it has not; empty: it has.
+    #: The reason why the rank is not at rest; empty: it is.
     why: str
     step: int
     #: The points of rest that it has passed; 0: it is in an evaluation in the middle of a turn of the loop.

@@ -57,7 +57,7 @@ class Sign:
     """What an owner's object says."""
 
     owner: Owner
-    #: Of this owner alone, among those with the same description.
+    #: A random text that tells this owner from others with the same description.
     nonce: str
     #: Raised at each sign of life.
     beat: int = 0

@@ -121,7 +121,7 @@ def with_groups(name: str, optimizer: torch.optim.Optimizer, then: Sequence[Opti
 class Noted(NamedTuple):
     """What an object held at one moment."""
 
-    #: None: it holds too much to be looked at.
+    #: What tells whether the object has changed; None: it holds too much to be looked at.
     mark: list[Any] | None
     #: A copy of its state; None: it was not copied.
     state: Any

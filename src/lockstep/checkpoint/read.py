@@ -324,7 +324,7 @@ class _Reader:
 
     def __init__(self, path: PurePath, folder: OpenCheckpoint, owners: Sequence[int] | None) -> None:
         self._path, self._folder, self._owners = path, folder, owners
-        #: None while it is read itself.
+        #: The manifest; None while it is read.
         self._manifest: Manifest | None = None
         self._refuse_foreign(folder.owner, path)
         with self._file(MANIFEST, None) as file:

@@ -56,7 +56,7 @@ from lockstep.text import listed
 
 #: The scheduler, among the names of extra objects.
 _SCHEDULER = ""
-#: What is known by its tensors.
+#: The objects whose state is known by their tensors.
 _TENSORS = (nn.Module, torch.optim.Optimizer)
 
 

@@ -27,7 +27,7 @@ class RestPoint(NamedTuple):
     counts: Tally
     #: Whether the epoch is done, by the user's word; None: the user did not say.
     epoch_done: bool | None
-    #: None: there is no loader.
+    #: The position of the loader; None: there is no loader.
     loader: LoaderPosition | None
     scheduler: dict[str, Any] | None
     #: The groups of each of the run's optimizers.

@@ -22,7 +22,7 @@ from lockstep.text import counted
 class Restored:
     """The checkpoint that training resumes from."""
 
-    #: Its folder.
+    #: The folder of the checkpoint.
     folder: PurePath
     #: Optimizer steps taken.
     step: int

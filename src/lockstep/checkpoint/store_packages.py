@@ -47,7 +47,7 @@ class Package:
         kind: the class of the file system.
     """
 
-    #: What says whose account it is.
+    #: The words that say whose account the package uses.
     account = "the account as the package expects it"
 
     def __init__(self, kind: type[AbstractFileSystem]) -> None:

@@ -29,7 +29,7 @@ _PREFIX = re.compile(r"[0-9a-f]{16}")
 class Extent(NamedTuple):
     """Successive bytes of a file that one rank wrote."""
 
-    #: Their bounds in the file.
+    #: The bounds of the bytes in the file.
     start: int
     stop: int
     rank: int

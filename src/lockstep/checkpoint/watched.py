@@ -63,7 +63,7 @@ class After(enum.IntEnum):
     """What a point of rest follows."""
 
     STEP = 0
-    #: No step, but a pass, an epoch or a save.
+    #: A pass, an epoch or a save, and no step.
     OTHER = 1
 
 
@@ -89,7 +89,7 @@ class _Tensor:
     address: int = 0
     bytes: bytes = b""
     digest: str = ""
-    #: These bytes, where they are.
+    #: The bytes themselves, where they are.
     views: tuple[Any, ...] = ()
 
     def look(self, *, compare: bool) -> bool:
@@ -154,7 +154,7 @@ class Watch:
         self._norms: list[_Tensor] = []
         self._eager: list[_Tensor] = []
         self._with_steps: list[_Tensor] = []
-        #: Those of all that are in the host's memory.
+        #: The tensors of both kinds that are in the host's memory.
         self._on_host: list[_Tensor] = []
         #: Where these are, and what they were at the last look, with torch's counts of their changes.
         self._held: list[tuple[dict[str, Any], str]] = []

@@ -215,7 +215,11 @@ def verify(folder: PurePath, step: int | None, as_json: bool) -> None:
     show_default=True,
     help="Whether the lowest or the highest metric is best.",
 )
-@click.option("--by", metavar="NAME", help="With --best: the number of lockstep evaluate, such as eval/accuracy.")
+@click.option(
+    "--by",
+    metavar="NAME",
+    help="With --best: name of a number that lockstep evaluate has written, such as eval/accuracy.",
+)
 @click.option("--dry-run", is_flag=True, help="Print what would be removed, but remove nothing.")
 @AS_JSON
 def prune(
@@ -285,8 +289,8 @@ def prune(
 def save(folder: PurePath, timeout: float, as_json: bool) -> None:
     """Have the job that trains in FOLDER save now, and print the checkpoint.
 
-    The job saves after its next step or, where its loop does not come to one within a second, from the side the state
-    of its last step, and continues. Give the command on the machine of rank 0.
+    The job saves after its next step, and continues. If its loop does not come to a step within a second, the state of
+    its last step is saved from the side. Give the command on the machine of rank 0.
     """
     with errors():
         from lockstep.checkpoint.ask import save_now

@@ -41,8 +41,8 @@ def doctor(
     """Check this host, or each HOST by ssh, before a job: what is wrong and what to do about it.
 
     Checks versions, GPUs, cores, memory, /dev/shm, limits, environment variables, host names, ports and the folder, and
-    times a job of two ranks. With several hosts it also checks what is between them: different versions, clocks, who
-    can reach whom, whether the folder is shared, and a job of one rank per host, timed for each pair of hosts. HOST is
+    times a job of two ranks. With several hosts it also compares their versions and clocks, finds out which hosts reach
+    each other and whether the folder is shared, and times a job of one rank per host for each pair of hosts. HOST is
     written as for lockstep run --hosts.
 
     The exit code is 0 if nothing is wrong except for warnings, 1 if something is wrong, and 2 if the arguments are

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     default=120.0,
     show_default=True,
     metavar="SECONDS",
-    help="With --follow: how long no job may train in FOLDER, at the beginning or later, before the run counts as "
-    "ended. A run that has done all its epochs has ended at once.",
+    help="With --follow: count the run as ended when no job has trained in FOLDER for this long, at the beginning or "
+    "later. A run that has done all its epochs has ended at once.",
 )
 @log_dir(
     "Folder for what PROGRAM prints. [default: evaluations/logs in FOLDER; for a run in a store a temporary folder]"
@@ -59,9 +59,7 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="The file of the run's lockstep.Log. [default: metrics.jsonl in FOLDER; for a run in a store none]",
 )
-@click.option(
-    "--retry-failed", is_flag=True, help="Try again the checkpoints that are in FOLDER and whose evaluations failed."
-)
+@click.option("--retry-failed", is_flag=True, help="Evaluate again the checkpoints in FOLDER whose evaluations failed.")
 @click.option("--json", "as_json", is_flag=True, help="Print each result as a line of JSON.")
 @click.argument("folder", type=RunPath())
 @takes_program
@@ -85,7 +83,7 @@ def evaluate(
     FOLDER is the folder that a run gives to lockstep.Checkpointer, on a disk or in an object store. PROGRAM loads the
     checkpoint and reports its numbers through lockstep.Evaluation. They go into the run's metrics.jsonl, at the step of
     the checkpoint, and lockstep.Retention(best=…, by=…) keeps the best by them. Each evaluation is a job of its own,
-    with low priority. Checkpoints are not held: what training removes meanwhile is left out, and named. Arguments after
+    with low priority. A checkpoint that training removes before its evaluation is left out, and named. Arguments after
     PROGRAM are passed to it unchanged.
 
     A checkpoint is tried three times. The exit code is 0 if all evaluations succeeded, 1 if a checkpoint's failed, and

@@ -19,9 +19,10 @@ from lockstep.cli.terminal import errors, print_json, say
     type=click.IntRange(min=1),
     metavar="N",
     help="The number of ranks that SCRIPT ran on until now. Batch sizes per rank are multiplied by it, and the port "
-    "trains the same on any number of ranks. By default they are multiplied by the number of ranks of the port.",
+    "trains the same on any number of ranks. By default they are multiplied by the number of ranks that the port runs "
+    "on.",
 )
-@click.option("--every-line", is_flag=True, help="Also say of each changed line why it does the same.")
+@click.option("--every-line", is_flag=True, help="Also explain each changed line.")
 @click.option(
     "--verify", "verifies", is_flag=True, help="Run lockstep verify on SCRIPT and on the port. ARGS are passed to both."
 )
@@ -34,7 +35,13 @@ from lockstep.cli.terminal import errors, print_json, say
     metavar="N",
     help="Number of ranks that --verify compares with one.",
 )
-@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Optimizer steps of --verify.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help="Number of optimizer steps that --verify compares.",
+)
 @click.option(
     "--timeout", default=600.0, show_default=True, metavar="SECONDS", help="Time limit of each run of --verify."
 )

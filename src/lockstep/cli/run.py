@@ -66,7 +66,8 @@ from lockstep.text import NEXT
 @click.option(
     "--hosts",
     metavar="HOST[:N],…",
-    help="Hosts to start the job on by ssh, all from this command; N: number of ranks on that host. [default of N: -n]",
+    help="Start the job on these hosts by ssh, all from this command. N is the number of ranks on a host. "
+    "[default of N: -n]",
 )
 @click.option("--hosted", is_flag=True, hidden=True, help="Run as one of --hosts, with orders from standard input.")
 @click.option("--node-rank", type=int, metavar="N", help="Rank of this node, from 0.")

@@ -306,10 +306,13 @@ def bisect(a: str, b: str, as_json: bool) -> None:
 @runs.command(short_help="Show the samples of a step.")
 @takes_run
 @click.option("--step", type=int, metavar="N", help="Number of the step, from 1, as in logs and names of checkpoints.")
-@click.option("--epoch", type=int, metavar="N", help="With --batch, in place of --step: the epoch, from 0.")
-@click.option("--batch", type=int, metavar="N", help="With --epoch: the global batch in its epoch, from 0.")
+@click.option("--epoch", type=int, metavar="N", help="With --batch, in place of --step: number of the epoch, from 0.")
+@click.option("--batch", type=int, metavar="N", help="With --epoch: number of the global batch in its epoch, from 0.")
 @click.option(
-    "--loader", type=int, metavar="N", help="With --batch: the loader, by the order in which they are sharded."
+    "--loader",
+    type=int,
+    metavar="N",
+    help="With --batch: number of the loader, from 0, in the order in which the program shards them.",
 )
 @click.option("--rank", type=int, metavar="N", help="Show only the part of this rank.")
 @click.option(

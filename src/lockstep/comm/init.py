@@ -178,7 +178,7 @@ def reopen() -> None:
         _open_group(backend, identity, limit, here.device)
     group = dist.group.WORLD
     assert group is not None  # just opened
-    here.move_to(group)
+    here._move_to(group)
 
 
 def current_world() -> World | None:
@@ -195,7 +195,7 @@ def shutdown() -> None:
     if _world is not None:
         if dist.is_initialized():
             ending.compare()
-        _world.release()
+        _world._release()
         device_wait.end()
         guests.unmark()
         streams.begin(rank=0, world_size=1)

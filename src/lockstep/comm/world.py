@@ -64,7 +64,7 @@ class World:
             raise LockstepError(f"rank {self.rank} of {self.world_size}: lockstep.shutdown() has closed this world")
         return self._group
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Let go of the process group, for :func:`lockstep.shutdown`.
 
         A script's own ``world`` variable lives until the interpreter is torn down, and the group must end before that:
@@ -72,7 +72,7 @@ class World:
         """
         self._group = None
 
-    def move_to(self, group: dist.ProcessGroup) -> None:
+    def _move_to(self, group: dist.ProcessGroup) -> None:
         """Take another process group of the same ranks, since the one before has ended."""
         self._group = group
 

@@ -22,7 +22,7 @@ class LastPass:
     def __init__(self, *, by_index: bool) -> None:
         #: The samples of this rank in each batch so far. (A list, since a step appends to it.)
         self.samples: list[int] = []
-        #: Their indices; None: they follow from the order.
+        #: The indices of the samples; None: they follow from the order.
         self.indices: array[int] | None = array("q") if by_index else None
         self._began: Cursor | None = None
         #: True when the pass has come to its end.

@@ -38,8 +38,10 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> _Parser:
     parser = _Parser(prog="%%ranks", add_help=False, allow_abbrev=False)
-    parser.add_argument("-n", metavar="N|auto|gpu|cpu", help="how many ranks")
-    parser.add_argument("--new", action="store_true", help="end the ranks that live, and their variables")
+    parser.add_argument("-n", metavar="N|auto|gpu|cpu", help="number of ranks")
+    parser.add_argument(
+        "--new", action="store_true", help="end the present ranks with their variables, and start others"
+    )
     parser.add_argument("--close", action="store_true", help="end the ranks, and start none")
     return parser
 

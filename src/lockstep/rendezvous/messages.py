@@ -105,7 +105,7 @@ class Verdict:
     exit_code: int = 1
     #: FAILED: True if it reads like the consequence of another rank's end. Such a verdict waits for the cause.
     echo: bool = False
-    #: STOPPED: the signal.
+    #: The signal, if the job was STOPPED.
     signum: int = 0
     #: The history, as in :class:`Round`, with this failure counted.
     history: dict[str, Any] = field(default_factory=dict)

@@ -223,7 +223,7 @@ def _record_in(folder: Path) -> Path:
 class Records:
     """All records in some folders."""
 
-    #: Those that can be read, newest first.
+    #: The runs whose records can be read, newest first.
     runs: list[Run]
     #: The name of a run whose record can't be read -> why, in a sentence without its full stop.
     damaged: dict[str, str]

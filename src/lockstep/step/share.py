@@ -218,11 +218,11 @@ class BatchesInHand:
 
     def __init__(self, *, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
-        #: Outside of all passes.
+        #: The share that was set outside of all passes.
         self._base: BatchShare | None = None
         #: The passes, of which the last is the one that handed out a batch last.
         self._passes: list[_Pass] = []
-        #: Loaders so far.
+        #: The number of loaders so far.
         self._loaders = 0
         #: For each loader with a pass under way, those in whose batches' hands it began.
         self._around: WeakKeyDictionary[object, set[object]] = WeakKeyDictionary()

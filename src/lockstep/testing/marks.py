@@ -16,7 +16,7 @@ class RankCase:
     """One run of a test: on so many ranks, over one backend."""
 
     world_size: int
-    #: None: as ``lockstep.init()`` chooses.
+    #: The backend; None: ``lockstep.init()`` chooses it.
     backend: str | None = None
 
 
@@ -25,7 +25,7 @@ class RanksMark:
     """The arguments of a mark."""
 
     world_sizes: tuple[int, ...]
-    #: Empty: as ``lockstep.init()`` chooses.
+    #: The backends; empty: ``lockstep.init()`` chooses one.
     backends: tuple[str, ...]
     #: Seconds; None: as pytest's configuration says.
     limit: float | None

@@ -95,11 +95,11 @@ class RankReport:
     #: The same in words, where pytest has made no report of it.
     text: str = ""
     echo: bool = False
-    #: On the monotonic clock.
+    #: The time of the report, on the monotonic clock.
     at: float = 0.0
     #: What was captured of the test's logs: its kind, text.
     sections: tuple[tuple[str, str], ...] = ()
-    #: Warnings.
+    #: The warnings that the test has caused.
     warned: tuple[RankWarning, ...] = ()
     #: What the test has recorded (``record_property``): name, value.
     properties: tuple[tuple[str, str | int | float | bool | None], ...] = ()

@@ -50,7 +50,7 @@ class RankCall:
     function: Callable[..., object]
     args: tuple[Any, ...]
     world_size: int
-    #: Seconds for all of it.
+    #: The seconds that the whole call may take.
     limit: float
     #: Returns whether a rank's value says that it has failed.
     is_failure: Callable[[Any], bool]
@@ -77,7 +77,7 @@ class RankEnd:
 
     rank: int
     pid: int | None
-    #: Negative for a signal.
+    #: The exit code; negative for a signal.
     exit_code: int | None
     #: The time of its end, on the monotonic clock.
     at: float

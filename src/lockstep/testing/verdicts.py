@@ -38,7 +38,7 @@ class Told:
     heading: str
     #: The report of the first of them, if pytest made one there.
     report: RankReport | None
-    #: Else the same in words.
+    #: The report in words, if pytest made none.
     text: str = ""
 
 

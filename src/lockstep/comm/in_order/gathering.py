@@ -81,7 +81,7 @@ class _Given(NamedTuple):
 
     handed: HandedOut
     outputs: Outputs
-    #: What an output is of.
+    #: What each output belongs to: a sample or a batch.
     per: Per
     #: The file to write; None: the result is in memory.
     path: Path | None

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 class SplitByRank(NamedTuple):
     """What a stream says of how it is split."""
 
-    #: By what it is split, for messages.
+    #: The name of what splits the stream, for messages.
     by: str
     #: Whose part it gives, of how many ranks; None: that of whichever rank reads it.
     rank: int | None = None

@@ -40,7 +40,7 @@ class Problem(enum.Enum):
     MACHINES_DIFFER = "machines-differ"
     ARCHITECTURES_DIFFER = "architectures-differ"
     CLOCKS_DIFFER = "clocks-differ"
-    #: GPUs.
+    #: Findings about GPUs.
     TORCH_WITHOUT_CUDA = "torch-without-cuda"
     GPUS_HIDDEN = "gpus-hidden"
     GPUS_UNUSABLE = "gpus-unusable"
@@ -66,7 +66,7 @@ class Problem(enum.Enum):
     DEV_SHM_TOO_SMALL = "dev-shm-too-small"
     DEV_SHM_FULL = "dev-shm-full"
     MEMFD_REFUSED = "memfd-refused"
-    #: Limits.
+    #: Findings about limits of processes.
     OPEN_FILES_TOO_FEW = "open-files-too-few"
     OPEN_FILES_FEW = "open-files-few"
     PROCESSES_TOO_FEW = "processes-too-few"
@@ -96,7 +96,7 @@ class Problem(enum.Enum):
     PORTS_BLOCKED = "ports-blocked"
     NO_MEETING_PLACE = "no-meeting-place"
     HOSTS_TOO_FEW = "hosts-too-few"
-    #: ssh.
+    #: Findings about hosts that are reached by ssh.
     HOST_NAME_UNKNOWN = "host-name-unknown"
     HOST_NO_ANSWER = "host-no-answer"
     HOST_LOST = "host-lost"

@@ -101,7 +101,7 @@ class EvaluationTally:
     done: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
     missed: list[int] = field(default_factory=list)
-    #: Of those that are there at the end, the ones that had failed too often before this command.
+    #: The checkpoints that are there at the end and had failed too often before this command.
     marked: list[int] = field(default_factory=list)
 
     def describe(self) -> str:
@@ -126,9 +126,9 @@ class EvaluationTally:
 class Telling:
     """What hears how it goes."""
 
-    #: An outcome, at once.
+    #: Takes the outcome of each evaluation as soon as there is one.
     outcome: Callable[[EvaluationOutcome], None]
-    #: A sentence.
+    #: Prints a sentence.
     say: Callable[[str], None]
     #: The progress of the evaluation under way: its step, and the seconds so far; None: it has ended.
     progress: Callable[[int | None, float], None]

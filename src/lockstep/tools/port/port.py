@@ -61,7 +61,7 @@ class Port:
     before: str
     #: The same as ``before`` where nothing was ported.
     after: str
-    #: In the order of their lines.
+    #: The remarks in the order of their lines.
     remarks: list[Remark] = field(default_factory=list)
 
     @property

@@ -17,7 +17,7 @@ from lockstep.tools.verify.runs import Contrast, Result
 
 _WIDTH = 120
 _INDENT = "  "
-#: How advice names slices; and a loop over them.
+#: The call that advice gives for slices, and a loop over them.
 _SLICES = "lockstep.shard(loader, slices=8)"
 _SLICES_LOOP = f"""\
   slices  a loop over steps, and in it one over the slices of a step (docs/exactness.md):

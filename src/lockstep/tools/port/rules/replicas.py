@@ -17,7 +17,7 @@ _KEPT = {
     "init_sync",
     "process_group",
 }
-#: Those that it needs not: the device is world.device, the others only tune torch's own class.
+#: Arguments that a replica does not need: the device is world.device, the others only tune torch's own class.
 _NEEDLESS = {"device_ids", "output_device", "static_graph", "delay_all_reduce_named_params", "batched_grad_copy"}
 #: The attributes that a replica has like the wrapper, and that do not show names of parameters.
 _ALIKE = {"module", "train", "eval", "parameters", "zero_grad", "no_sync", "join", "register_comm_hook", "training"}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import queue
-import random
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from tests.backends import EACH_BACKEND, OVER_ALL
-from tests.harness import collect_outcomes, run_ranks
+from tests.harness import run_ranks
 
 pytestmark = EACH_BACKEND
 
@@ -138,12 +139,12 @@ def test_it_trains_as_one_process(reader: str, what: str) -> None:
 
 @pytest.mark.parametrize("reader", ["a list", "one ahead", "a thread"])
 def test_inputs_that_are_not_known_are_told_once_if_batches_weigh_differently(reader: str) -> None:
-    first, *others = run_ranks(_train, 2, reader, "computed")
-    assert len(first[2]) == 1
-    assert "were taken before the model needed them" in first[2][0]
-    assert "(here 4 of 8 samples, 3 of 5 samples)" in first[2][0]
-    assert "world.weigh" in first[2][0]
-    assert [told for _, _, told in others] == [[]]
+    for rank, (_, _, told) in enumerate(run_ranks(_train, 2, reader, "computed")):
+        assert len(told) == 1
+        assert f"rank {rank} of 2: batches of <sharded loader" in told[0]
+        assert "were taken before the model needed them" in told[0]
+        assert f"(here 4 of 8 samples, {3 - rank} of 5 samples)" in told[0]
+        assert "world.weigh" in told[0]
 
 
 @pytest.mark.parametrize("reader", ["a list", "one ahead", "a thread"])
@@ -179,19 +180,129 @@ def test_what_the_script_says_counts(reader: str) -> None:
         torch.testing.assert_close(weights, alone, rtol=0, atol=1e-12)
 
 
-def _shuffled() -> None:
+def _odd(kind: str) -> tuple[Any, list[str]]:
+    """Train with forwards of which one is given the loader's tensors and another is not, or all in another order."""
     world = lockstep.init(timeout=60)
-    model = lockstep.replicate(nn.Linear(2, 1))
-    batches = list(lockstep.shard(DataLoader(TensorDataset(torch.randn(32, 2)), batch_size=8)))
-    random.Random(world.rank).shuffle(batches)
-    for (inputs,) in batches:
-        model(inputs).sum().backward()
+    torch.manual_seed(0)
+    model, second = (lockstep.replicate(nn.Linear(2, 2, dtype=torch.float64)) for _ in range(2))
+    optimizer = torch.optim.SGD([*model.parameters(), *second.parameters()], lr=0.05)
+    samples = TensorDataset(torch.randn(_SAMPLES, 2, dtype=torch.float64))
+    loader = lockstep.shard(DataLoader(samples, batch_size=_BATCH))
+    reader = _READERS["one ahead" if kind.endswith("one ahead") else "a list"]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for (inputs,) in reader(loader):
+            optimizer.zero_grad()
+            if kind.startswith("two models"):
+                second(model(inputs)).square().mean().backward()
+            elif kind.startswith("two views"):
+                (model(inputs) + model(inputs.flip(1) * 1.0)).square().mean().backward()
+            elif kind.startswith("weighed first"):
+                world.weigh(len(inputs))
+                model(inputs).square().mean().backward()
+            elif kind.startswith("a view that one rank computes"):
+                model(inputs * 1.0 if world.rank else inputs).square().mean().backward()
+            optimizer.step()
+    return [model.weight.tolist(), second.weight.tolist()], [str(each.message) for each in told]
 
 
-def test_ranks_that_go_through_a_list_in_another_order_are_told() -> None:
-    for outcome in collect_outcomes(_shuffled, 2):
-        assert outcome.error is not None
-        assert "batch" in str(outcome.message)
+@pytest.mark.parametrize("reader", ["a list", "one ahead"])
+@pytest.mark.parametrize("kind", ["two models", "two views", "weighed first"])
+def test_forwards_of_one_backward_have_one_weight(kind: str, reader: str) -> None:
+    (alone, _), *_ = run_ranks(_odd, 1, f"{kind}, {reader}")
+    for weights, told in run_ranks(_odd, 2, f"{kind}, {reader}"):
+        torch.testing.assert_close(weights, alone, rtol=0, atol=1e-12)
+        assert told == []
+
+
+@pytest.mark.parametrize("reader", ["a list", "one ahead"])
+def test_ranks_of_which_one_knows_its_batch_train_on(reader: str) -> None:
+    assert len(run_ranks(_odd, 2, f"a view that one rank computes, {reader}")) == 2
+
+
+def _beside() -> tuple[Any, Any, list[float], int, list[str]]:
+    """Evaluate a list of other batches in the middle of an ordinary pass."""
+    world = lockstep.init(timeout=60)
+    torch.manual_seed(0)
+    model = lockstep.replicate(nn.Linear(2, 1, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [TensorDataset(torch.randn(length, 2, dtype=torch.float64)) for length in (_SAMPLES, 11)]
+    train, other = (lockstep.shard(DataLoader(each, batch_size=_BATCH)) for each in data)
+    held = list(other)
+    peeked = next(iter(train))
+    means = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for (inputs,) in train:
+            loss = model(inputs * 1.0).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                for (held_out,) in held:
+                    model(held_out)
+            means.append(world.mean(loss))
+    gone = weakref.ref(other)
+    del other
+    gc.collect()
+    return model.weight.tolist(), means, [], len(peeked) + (gone() is not None), [str(each.message) for each in told]
+
+
+def test_what_was_read_ahead_changes_nothing_for_an_ordinary_pass() -> None:
+    (alone, means, *_), *_ = run_ranks(_beside, 1)
+    for weights, found, _, kept, told in run_ranks(_beside, 2):
+        torch.testing.assert_close(weights, alone, rtol=0, atol=1e-12)
+        torch.testing.assert_close(found, means, rtol=0, atol=1e-12)
+        assert kept == 1, "the list keeps no loader"
+        assert told == []
+
+
+class _Same:
+    """A dataset whose samples are the same objects in every epoch."""
+
+    def __init__(self) -> None:
+        self.samples = [torch.full((2,), float(number), dtype=torch.float64) for number in range(_SAMPLES)]
+
+    def __len__(self) -> int:
+        return _SAMPLES
+
+    def __getitem__(self, number: int) -> Tensor:
+        return self.samples[number]
+
+
+def _same_objects(reader: str) -> tuple[Any, list[str]]:
+    lockstep.init(timeout=60)
+    torch.manual_seed(0)
+    model = lockstep.replicate(_Stacks())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    loader = lockstep.shard(DataLoader(_Same(), batch_size=_BATCH, shuffle=True, collate_fn=list))  # type: ignore[arg-type]
+    next(iter(loader))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            for batch in _READERS[reader](loader):
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+    return [each.tolist() for each in model.parameters()], [str(each.message) for each in told]
+
+
+class _Stacks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1, dtype=torch.float64)
+
+    def forward(self, samples: list[Tensor]) -> Tensor:
+        made: Tensor = self.linear(torch.stack(samples) / _SAMPLES)
+        return made
+
+
+@pytest.mark.parametrize("reader", ["plain", "a list", "one ahead"])
+def test_objects_that_come_again_in_each_epoch_are_of_the_last(reader: str) -> None:
+    (alone, _), *_ = run_ranks(_same_objects, 1, reader)
+    for weights, told in run_ranks(_same_objects, 2, reader):
+        torch.testing.assert_close(weights, alone, rtol=0, atol=1e-12)
+        assert told == []
 
 
 def _evaluated() -> list[float]:

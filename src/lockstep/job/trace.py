@@ -99,6 +99,7 @@ class EventWriter:
         self._names_fd = os.open(files.trace_names(rank), flags, 0o600)
         self._names_end = 0
         self._close_names = weakref.finalize(self, os.close, self._names_fd)
+        self._close_names.atexit = False  # names may come until the very end
         self._head = memoryview(self._memory)[:_HEAD].cast("q")
         self._head[Head.VERSION], self._head[Head.PID] = _VERSION, os.getpid()
         self._places = count()

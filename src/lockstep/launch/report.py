@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lockstep.errors import PeerLost
 from lockstep.job.files import EXIT_SAVED, StopNote
 from lockstep.job.page import NAMES, Look, Phase
 from lockstep.launch.causes import CRASHES, apart_in_a_crash, explain, out_of_memory, stack_of_crash
@@ -384,7 +385,8 @@ def _other(ending: Ending, first: Ending) -> str:
         return " had ended by itself, with exit code 0"
     if _alike(ending, first):
         return " failed too, by the same error"
-    if ending.is_echo and not first.is_echo:  # whether it finds out before it is stopped is chance
+    if ending.record is not None and ending.record.type.endswith(PeerLost.__name__) and not first.is_echo:
+        # Whether it finds out before it is stopped is chance.
         return f": stopped because rank {first.rank} failed"
     if ending.failed_by_itself and ending.record is not None and ending.record.type != "SystemExit":
         kind, _, message = ending.cause.partition(": ")

@@ -7,13 +7,18 @@ makes a list of all batches first, a generator or a library's prefetcher is one 
 queue, or ``next(iter(loader))`` takes one and drops the pass. Then a forward would take another batch's share, which is
 another weight where the last batch of an epoch has fewer samples.
 
-Such a pass shows itself: it hands out a batch when no forward has come since the one before, or it ends so. From there
-on its batches are remembered by their tensors (and other objects that a weak reference can follow), and a forward whose
-inputs are among these, or are views of them, puts their batch in hand, also if its pass is over. A tensor that several
-batches have tells nothing. A loop that only skips batches looks the same, and its batch is the one in hand anyway.
+Such a pass shows itself: it hands out a batch when no forward has come since the one before, it ends so, or another
+thread asks for it than the one that computes. From there on its batches are remembered by their tensors (and other
+objects that a weak reference can follow), and a forward whose inputs are among these, or are views of them, takes the
+share of their batch, also if its pass is over. A tensor that several batches of a pass have tells nothing. A loop that
+only skips batches looks the same, and its batch is the one in hand anyway.
 
-Inputs that were moved or computed are not known. That is of no account while all batches weigh alike; otherwise a
-warning says so.
+Inputs that were moved or computed are not known. A forward with such inputs takes the share that the one before it took
+if both go into one backward, or else that of the batch in hand. It is warned of if the inputs are as long as another
+batch that was read ahead, and not as long as the one in hand.
+
+The ranks compare which batch is in hand (Note [Batches compared] in ``ddp/batches.py``), and not which one a forward
+knows, since a rank may know it where others don't.
 """
 
 from __future__ import annotations
@@ -38,28 +43,34 @@ class ReadAhead(Generic[_Batch]):
     """The batches that were read ahead, while their tensors live; see Note [Batches read ahead]."""
 
     def __init__(self) -> None:
-        #: Identifier of an object -> a weak reference to it, and its batch; None: several batches have it.
-        self._known: dict[int, tuple[ref[Any], _Batch | None]] = {}
+        #: Identifier of an object -> a weak reference to it, its batch, and the pass of that; no batch: several of the
+        #: pass have it.
+        self._known: dict[int, tuple[ref[Any], _Batch | None, object]] = {}
 
-    def remember(self, handed: _Batch, content: object) -> None:
-        """Know a batch again by the objects of its ``content``, a tree."""
+    def remember(self, batch: _Batch, content: object, *, of: object) -> None:
+        """Remember which objects are the ``content``, a tree, of a batch of the pass ``of``."""
         for leaf in islice(leaves(content), _MOST):
             key = id(leaf)
             if key in self._known:
-                reference, before = self._known[key]
-                self._known[key] = reference, handed if before is handed else None
+                reference, before, its_pass = self._known[key]
+                self._known[key] = reference, batch if before is batch or its_pass is not of else None, of
                 continue
             try:
-                self._known[key] = ref(leaf, partial(_forget, self._known, key)), handed
+                self._known[key] = ref(leaf, partial(_forget, self._known, key)), batch, of
             except TypeError:  # a number or a text
                 continue
 
     def find(self, inputs: object) -> list[_Batch]:
-        """Return the batches of which a model's ``inputs``, a tree, are; each once."""
+        """Return the batches whose objects are among a model's ``inputs``, a tree; each batch once."""
         if not self._known:
             return []
         found = dict.fromkeys(map(self._batch_of, islice(leaves(inputs), _MOST)))
-        return [handed for handed in found if handed is not None]
+        return [batch for batch in found if batch is not None]
+
+    def living(self) -> list[_Batch]:
+        """Return all batches of which an object still lives, each once."""
+        found = dict.fromkeys(batch for _, batch, _ in list(self._known.values()))
+        return [batch for batch in found if batch is not None]
 
     def _batch_of(self, leaf: Any) -> _Batch | None:
         known = self._known.get(id(leaf))

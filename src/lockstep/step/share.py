@@ -66,6 +66,9 @@ BatchId = tuple[int, ...]
 #: Upper limit of the ranks' item counts, below which sums are exact.
 MOST_ITEMS = 2**48
 
+#: The most different shares of batches read ahead that are kept, for a warning.
+_MOST_SHARES = 8
+
 
 @dataclass(frozen=True)
 class BatchShare:
@@ -143,37 +146,39 @@ class Taken(NamedTuple):
 class _HandedOut:
     """A batch that a loader has handed out in a pass that reads ahead."""
 
-    __slots__ = ("__weakref__", "_loader", "batch", "share")
+    __slots__ = ("__weakref__", "_loader", "share")
 
-    def __init__(self, loader: object, share: BatchShare, batch: BatchId | None) -> None:
+    def __init__(self, loader: object, share: BatchShare) -> None:
         self._loader = ref(loader)  # a list of batches keeps no loader alive
-        self.share, self.batch = share, batch
+        self.share = share
 
     @property
     def loader(self) -> object:
-        """The loader, or what stands for one that is gone."""
-        return self._loader() or self
+        """The loader; None: it is gone."""
+        return self._loader()
 
     def __str__(self) -> str:
-        return "<sharded loader that is gone>"
+        return str(self.loader or "<sharded loader that is gone>")
+
+
+class _AheadOfModel:
+    """What is known of a pass whose loop reads ahead; see Note [Batches read ahead] in ``ahead.py``."""
+
+    def __init__(self) -> None:
+        #: Some different shares of its batches, and whether they weigh differently.
+        self.shares: list[BatchShare] = []
+        self.weighs_differently = False
+        #: The batch in hand, if a forward was given that.
+        self.known: _HandedOut | None = None
 
 
 class _Pass:
     """A pass over a loader: its batch in hand, and what became of that since the last backward."""
 
     __slots__ = (
-        "ahead",
-        "batch",
-        "came",
-        "evaluated",
-        "is_over",
-        "is_said",
-        "loader",
-        "read",
-        "share",
-        "thread",
+        "ahead", "batch", "came", "evaluated", "is_over", "is_said", "is_used", "loader", "read", "share", "thread",
         "unread",
-    )
+    )  # fmt: skip
 
     def __init__(self, loader: object) -> None:
         self.loader = loader
@@ -185,32 +190,14 @@ class _Pass:
         self.came = self.evaluated = False
         #: The share of the batch that was there when a forward with gradients came.
         self.read: BatchShare | None = None
-        #: True if the script has said what the batch weighs.
-        self.is_said = False
-        #: The batch itself, until a forward comes; empty if no loop may read ahead.
+        #: True if the script has said what the batch weighs; True if a backward has begun since.
+        self.is_said = self.is_used = False
+        #: The batch itself, until a forward comes; None if no loop may read ahead.
         self.unread: object = None
         #: What is known of a loop that reads ahead; None: it does not.
         self.ahead: _AheadOfModel | None = None
-        #: True if the pass is over, and its batch in hand all the same.
+        #: True if the pass is over, and a batch of it is in hand since a forward was given that.
         self.is_over = False
-
-    def take_up(self, handed: _HandedOut) -> None:
-        """Have in hand an earlier batch than the last."""
-        if not self.is_said:
-            self.share = handed.share
-        self.batch, self.thread, self.came = handed.batch, get_ident(), True
-        if self.ahead is not None:
-            self.ahead.is_known = self.ahead.was_known = True
-
-
-class _AheadOfModel:
-    """What is known of a pass whose loop reads ahead; see Note [Batches read ahead] in ``ahead.py``."""
-
-    def __init__(self) -> None:
-        #: The different shares of its batches.
-        self.shares: list[BatchShare] = []
-        #: True if the batch in hand is that of a forward's inputs; True if it was for any batch of the pass.
-        self.is_known = self.was_known = False
 
 
 class BatchesInHand:
@@ -232,9 +219,11 @@ class BatchesInHand:
         self._thread = get_ident()
         #: Of passes that read ahead; None: there was none.
         self._ahead: ReadAhead[_HandedOut] | None = None
-        #: The shares of such a pass that is over, if they are uneven and no forward knew its batch, and its loader; and
-        #: the loaders warned of.
-        self._lost: tuple[ref[object], list[BatchShare]] | None = None
+        #: True if such a pass has ended, and no forward since was given none of its batches.
+        self._has_ended_ahead = False
+        #: True while a forward that knew no batch waits for its backward.
+        self._awaits_unknown = False
+        #: The loaders warned of.
         self._warned: WeakSet[object] = WeakSet()
         #: True if items were ever counted here: a job that does not count must not pay for it.
         self._counts = False
@@ -251,9 +240,11 @@ class BatchesInHand:
 
     def say(self, share: BatchShare | None) -> None:
         """Put ``share`` in the place of that of the batch in hand, until its loader continues."""
+        self._passes = [each for each in self._passes if not each.is_over]
         if self._passes:
             self._passes[-1].share, self._passes[-1].is_said = share, True
             self._begin_anew()
+            self._passes[-1].is_used = False
         else:
             self._base = share
         self._counts |= isinstance(share, Items)
@@ -304,7 +295,7 @@ class BatchesInHand:
     def begin_pass(self, loader: object) -> None:
         """Note where a pass over ``loader`` begins, when its iterator is made."""
         self.over = None
-        self._passes = [each for each in self._passes if not (each.is_over and each.loader is loader)]
+        self._passes = [each for each in self._passes if not each.is_over]
         others = {each.loader for each in self._passes if each.loader is not loader}
         self._around[loader] = others - set(self._beside.get(loader, ()))
 
@@ -327,24 +318,25 @@ class BatchesInHand:
         if mine.ahead is None and (mine.unread is not None or thread != self._thread):
             self._begin_ahead(mine)
         if mine.ahead is not None:
-            self._remember(mine.ahead, _HandedOut(loader, share, batch), content)
-            if mine.ahead.is_known and thread != mine.thread:
+            self._remember(mine.ahead, _HandedOut(loader, share), content)
+            if mine.ahead.known is not None and thread != self._thread:
                 return  # what the model computes with is in hand still
-            mine.ahead.is_known = False
+            mine.ahead.known = None
         mine.share, mine.batch, mine.thread, mine.unread = share, batch, thread, content
         mine.came, mine.evaluated, mine.is_said = True, False, False
 
     def _begin_ahead(self, mine: _Pass) -> None:
-        """Note that a pass reads ahead, whose batch in hand no forward has had."""
+        """Note that a pass reads ahead; remember the batch in hand, if no forward has had it."""
         mine.ahead = _AheadOfModel()
         if mine.share is not None and mine.unread is not None and not mine.is_said:
-            self._remember(mine.ahead, _HandedOut(mine.loader, mine.share, mine.batch), mine.unread)
+            self._remember(mine.ahead, _HandedOut(mine.loader, mine.share), mine.unread)
 
-    def _remember(self, ahead: _AheadOfModel, handed: _HandedOut, content: object) -> None:
+    def _remember(self, ahead: _AheadOfModel, batch: _HandedOut, content: object) -> None:
         self._ahead = self._ahead or ReadAhead()
-        self._ahead.remember(handed, content)
-        if handed.share not in ahead.shares:
-            ahead.shares.append(handed.share)
+        self._ahead.remember(batch, content, of=ahead)
+        if len(ahead.shares) < _MOST_SHARES and batch.share not in ahead.shares:
+            ahead.shares.append(batch.share)
+            ahead.weighs_differently |= self._weigh_differently(ahead.shares[0], batch.share)
 
     def _come_forward(self, loader: object) -> _Pass:
         """Return the pass over ``loader``, which is the last one from now on."""
@@ -365,12 +357,10 @@ class BatchesInHand:
             self.over = mine.share
             if mine.unread is not None and mine.ahead is None:
                 self._begin_ahead(mine)
-            ahead = mine.ahead
-            if ahead is not None and not ahead.was_known and not all(map(self._is_even, ahead.shares)):
-                self._lost = ref(loader), ahead.shares
-            if ahead is not None and ahead.is_known and mine.thread != get_ident():
-                mine.is_over = True  # what the model computes with is in hand still
-        self._passes = [each for each in self._passes if each.loader is not loader or each.is_over]
+            self._has_ended_ahead |= mine.ahead is not None
+            if mine.ahead is not None and mine.ahead.known is not None and get_ident() != self._thread:
+                mine.is_over, mine.loader = True, mine.ahead.known  # what the model computes with is in hand still
+        self._passes = [each for each in self._passes if each.loader is not loader]
         self._around.pop(loader, None)
 
     # What forwards and backwards do -----------------------------------------------------------------------------------
@@ -386,12 +376,12 @@ class BatchesInHand:
             ValueError: no rank has any sample.
         """
         thread = self._thread = get_ident()
-        known = None if self._ahead is None else self._take_up(self._ahead.find(inputs), inputs, warns=for_backward)
+        known = None if self._ahead is None else self._take_up(self._ahead.find(inputs), inputs, for_backward)
         mine = self._passes[-1] if self._passes else None
-        share, batch = (self._base, ()) if mine is None else (mine.share, mine.batch)
-        if known is not None and mine is not None:  # (not what a thread that reads ahead has put there meanwhile)
-            share, batch = mine.share if mine.is_said else known.share, known.batch
-        elif mine is not None and mine.thread != thread:
+        share, batch = (self._base, ()) if mine is None or mine.is_over else (mine.share, mine.batch)
+        if known is not None:  # (whatever a thread that reads ahead has put in hand meanwhile)
+            share = known
+        if mine is not None and mine.thread != thread:
             batch = None
         items = self.items if self._counts else None
         for each in self._passes:
@@ -413,58 +403,90 @@ class BatchesInHand:
         weight = 1.0 if share is None or isinstance(share, Items) else share.weight(self._world_size)
         return Taken(weight, items, batch)
 
-    def _take_up(self, batches: list[_HandedOut], inputs: object, *, warns: bool) -> _HandedOut | None:
-        """Have batches in hand, of which a forward's inputs are; see Note [Batches read ahead] in ``ahead.py``.
+    def _take_up(self, batches: list[_HandedOut], inputs: object, for_backward: bool) -> BatchShare | None:
+        """Have batches in hand that a forward is given; see Note [Batches read ahead] in ``ahead.py``.
 
         Args:
-            batches: those known, of loaders that read ahead.
+            batches: those that are known by the inputs.
             inputs: the model's, a tree.
-            warns: say it once if another batch than theirs may be in hand.
+            for_backward: whether the forward computes gradients.
 
         Returns:
-            The one that counts; None: the last one handed out does.
+            The share that counts for the forward; None: that of the batch in hand.
         """
-        passes = [each for each in self._passes if not each.is_over]
-        if self._base is not None and not passes:  # the script has said what weighs
-            batches, warns = [], False
-        for handed in batches:
-            loader, self._lost = handed.loader, None
-            mine = next((each for each in passes if each.loader is loader), None)
+        live = [each for each in self._passes if not each.is_over]
+        if self._base is not None and not live:  # the script has said what weighs
+            return None
+        taken = None
+        for batch in batches if not self._awaits_unknown else ():  # else one backward would meet two weights
+            mine = next((each for each in live if each.loader is batch.loader), None)
             if mine is None:
-                mine = _Pass(loader)
-                mine.is_over = True
-            else:
-                passes.remove(mine)
-            mine.take_up(handed)
-            passes.append(mine)
-        self._passes = passes
-        if warns and not batches:
-            self._warn_of_unknown(passes[-1] if passes else None, inputs)
-        return batches[-1] if batches else None
+                taken = batch.share
+                if not live:
+                    self._passes = [self._stand_in(batch)]
+            elif mine.ahead is not None:  # else its batch is the one in hand, and this one is of an earlier pass
+                if mine.is_used and mine.ahead.known is not batch:
+                    mine.is_said = False  # it was said of an earlier batch
+                if not mine.is_said:
+                    mine.share = taken = batch.share
+                mine.came, mine.ahead.known = True, batch
+        if not batches:
+            taken = self._share_of_unknown(live, inputs, for_backward)
+        return taken
+
+    def _stand_in(self, batch: _HandedOut) -> _Pass:
+        """Return what stands for the pass of a batch whose pass is over."""
+        over = _Pass(batch)
+        over.share, over.thread, over.came, over.is_over = batch.share, self._thread, True, True
+        return over
+
+    def _share_of_unknown(self, live: list[_Pass], inputs: object, for_backward: bool) -> BatchShare | None:
+        """Return what counts for a forward that was given no known batch; warn if that may be wrong."""
+        over = self._passes[-1] if len(live) < len(self._passes) else None
+        if over is not None and (not for_backward or (over.came and not over.evaluated)):
+            return over.share  # it goes on from a forward that knew its batch
+        self._passes = live
+        self._awaits_unknown |= for_backward
+        if for_backward:
+            self._warn_of_unknown(live[-1] if live else None, inputs)
+        return None
 
     def _warn_of_unknown(self, mine: _Pass | None, inputs: object) -> None:
-        """**Rank 0.** Warn if a forward may be of another batch than that in hand, which weighs otherwise."""
-        if mine is not None:
-            ahead = None if mine.is_said or mine.ahead is None or mine.ahead.is_known else mine.ahead
-            loader, shares = mine.loader, [] if ahead is None else ahead.shares
-            if not any(self._weigh_differently(shares[0], other) for other in shares[1:]):
-                return
-        elif self._lost is not None:
-            loader, shares = self._lost[0](), self._lost[1]
-            if not _lengths(inputs) & {share.local_samples for share in shares}:  # they are of something else
-                return
-        else:
+        """Warn if a forward seems to be of another batch than that in hand, which weighs otherwise."""
+        if mine is None:
+            self._warn_of_list(inputs)
+        elif mine.ahead is not None and mine.ahead.weighs_differently and mine.share is not None:
+            others = {share.local_samples for share in mine.ahead.shares}
+            is_known = mine.is_said or mine.ahead.known is not None or mine.loader in self._warned
+            if not is_known and mine.share.local_samples not in (lengths := _lengths(inputs)) and lengths & others:
+                self._warn(mine.loader, mine.ahead.shares)
+
+    def _warn_of_list(self, inputs: object) -> None:
+        """Warn, at the first such forward after a pass that read ahead, if it seems to be of a list of its batches."""
+        if self._ahead is None or not self._has_ended_ahead:
             return
-        if self._rank == 0 and loader is not None and loader not in self._warned:
-            self._warned.add(loader)
-            callsite.warn(
-                f"rank 0 of {self._world_size}: batches of {loader} were taken before the model needed them (a list of "
-                "them, or a loop that reads ahead), and the shares of them weigh differently (here "
-                f"{', '.join(share.words() for share in shares)}). The inputs of this forward are none of their "
-                "tensors, so which batch it is of is not known, and its mean may not be exact. Give the model the "
-                "loader's own tensors, which are on this rank's device already; or use drop_last=True; or call "
-                "world.weigh(this rank's samples) before each backward"
-            )
+        self._has_ended_ahead = False
+        lists: dict[object, list[BatchShare]] = {}
+        for batch in self._ahead.living():
+            if batch.loader is not None:
+                lists.setdefault(batch.loader, []).append(batch.share)
+        for loader, shares in lists.items():
+            is_list = len(shares) > 1 and not all(map(self._is_even, shares))
+            if is_list and _lengths(inputs) & {share.local_samples for share in shares}:
+                self._warn(loader, list(dict.fromkeys(shares))[:_MOST_SHARES])
+
+    def _warn(self, loader: object, shares: list[BatchShare]) -> None:
+        if loader in self._warned:
+            return
+        self._warned.add(loader)
+        callsite.warn(
+            f"rank {self._rank} of {self._world_size}: batches of {loader} were taken before the model needed them (a "
+            "list of them, or a loop that reads ahead), and the shares of them weigh differently (here "
+            f"{', '.join(share.words() for share in shares)}). The inputs of this forward are none of their tensors, "
+            "so which batch it is of is not known, and its mean may not be exact. Give the model the loader's own "
+            "tensors, which are on this rank's device already; or use drop_last=True; or call world.weigh(this rank's "
+            "samples) before each backward"
+        )
 
     def _is_even(self, share: BatchShare) -> bool:
         return share.is_even(self._world_size)
@@ -499,7 +521,7 @@ class BatchesInHand:
 
     def take(self, items: Items | None) -> None:
         """Note that a backward has begun, weighed by ``items`` or by the share, whatever else is in hand."""
-        self._awaits_backward = False
+        self._awaits_backward = self._awaits_unknown = False
         if items is not None:
             items.is_taken = True
         self._begin_anew()
@@ -507,7 +529,7 @@ class BatchesInHand:
     def _begin_anew(self) -> None:
         """A backward has begun, or the script has said what weighs: what comes from now on is for the next one."""
         for each in self._passes:
-            each.came, each.evaluated, each.read = False, False, None
+            each.came, each.evaluated, each.read, each.is_used = False, False, None, True
 
     def refuse_contested(self, what: str, *, of_backward: bool = False) -> None:
         """Refuse, alike on every rank, what takes one share for batches that have different ones.

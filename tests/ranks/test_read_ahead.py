@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import queue
 import threading
 import warnings
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lockstep
 from tests.backends import EACH_BACKEND, OVER_ALL
@@ -55,6 +56,10 @@ def _by_a_thread(loader: Iterable[Batch]) -> Iterator[Batch]:
     thread.join()
 
 
+def _by_cycle(loader: Iterable[Batch]) -> Iterator[Batch]:
+    yield from itertools.islice(itertools.cycle(loader), 11)
+
+
 def _the_first(loader: Iterable[Batch]) -> Iterator[Batch]:
     batch = next(iter(loader))
     for _ in range(3):
@@ -84,6 +89,7 @@ _READERS: dict[str, Callable[[Iterable[Batch]], Iterator[Batch]]] = {
     "one ahead": _one_ahead,
     "three at once": _three_at_once,
     "a thread": _by_a_thread,
+    "a cycle": _by_cycle,
     "the first": _the_first,
     "some": _some,
     "plain": _plain,
@@ -153,6 +159,42 @@ def test_nothing_is_said_where_all_batches_weigh_alike(reader: str) -> None:
     for found, _, told in run_ranks(_train, 2, reader, "computed", _BATCH, None, True):
         torch.testing.assert_close(found, weights, rtol=0, atol=1e-12)
         assert told == []
+
+
+def _stream_gone(kind: str) -> tuple[Any, list[str]]:
+    lockstep.init(timeout=60)
+    torch.manual_seed(0)
+    model = lockstep.replicate(nn.Linear(2, 1, dtype=torch.float64))
+    samples: Any = TensorDataset(torch.randn(_SAMPLES, 2, dtype=torch.float64))
+    if kind == "stream":
+        samples = _Stream(samples)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for (inputs,) in list(lockstep.shard(DataLoader(samples, batch_size=_BATCH))):
+            model(inputs * 1.0 if kind == "computed" else inputs).square().mean().backward()
+    assert model.weight.grad is not None
+    return model.weight.grad.tolist(), [str(each.message) for each in told]
+
+
+class _Stream(IterableDataset[Any]):
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (self.samples[number] for number in range(_SAMPLES))
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_a_list_needs_its_loader_no_more(kind: str) -> None:
+    (alone, _), *_ = run_ranks(_stream_gone, 1, kind)
+    for gradient, told in run_ranks(_stream_gone, 2, kind):
+        torch.testing.assert_close(gradient, alone, rtol=0, atol=1e-12)
+        assert told == []
+
+
+def test_a_list_whose_loader_is_gone_is_told_as_well() -> None:
+    for _, told in run_ranks(_stream_gone, 2, "computed"):
+        assert ["batches of a sharded loader were taken" in message for message in told] == [True]
 
 
 def _weighed(reader: str) -> tuple[Any, list[str]]:

@@ -7,8 +7,9 @@ makes a list of all batches first, a generator or a library's prefetcher is one 
 queue, or ``next(iter(loader))`` takes one and drops the pass. Then a forward would take another batch's share, which is
 another weight where the last batch of an epoch has fewer samples.
 
-Such a pass shows itself: it hands out a batch when no forward has come since the one before, it ends so, or another
-thread asks for it than the one that computes. From there on its batches are remembered by their tensors (and other
+Such a pass shows itself: it hands out a batch when no forward has come since the one before, it ends so, another thread
+asks for it than the one that computes, or the batch before the last still lives (``itertools.cycle`` keeps all, and
+gives them again when the pass is over). From there on its batches are remembered by their tensors (and other
 objects that a weak reference can follow), and a forward whose inputs are among these, or are views of them, takes the
 share of their batch, also if its pass is over. A tensor that several batches of a pass have tells nothing. A loop that
 only skips batches looks the same, and its batch is the one in hand anyway.
@@ -67,10 +68,13 @@ class ReadAhead(Generic[_Batch]):
         found = dict.fromkeys(map(self._batch_of, islice(leaves(inputs), _MOST)))
         return [batch for batch in found if batch is not None]
 
-    def living(self) -> list[_Batch]:
-        """Return all batches of which an object still lives, each once."""
-        found = dict.fromkeys(batch for _, batch, _ in list(self._known.values()))
-        return [batch for batch in found if batch is not None]
+    def living(self) -> dict[object, list[_Batch]]:
+        """Return, by pass, all batches of which an object still lives, each once."""
+        found: dict[object, dict[_Batch, None]] = {}
+        for _, batch, its_pass in list(self._known.values()):
+            if batch is not None:
+                found.setdefault(its_pass, {})[batch] = None
+        return {its_pass: list(batches) for its_pass, batches in found.items()}
 
     def _batch_of(self, leaf: Any) -> _Batch | None:
         known = self._known.get(id(leaf))

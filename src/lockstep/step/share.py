@@ -158,7 +158,7 @@ class _HandedOut:
         return self._loader()
 
     def __str__(self) -> str:
-        return str(self.loader or "<sharded loader that is gone>")
+        return "<sharded loader that is gone>" if self.loader is None else str(self.loader)
 
 
 class _AheadOfModel:
@@ -177,7 +177,7 @@ class _Pass:
 
     __slots__ = (
         "ahead", "batch", "came", "evaluated", "is_over", "is_said", "is_used", "loader", "read", "share", "thread",
-        "unread",
+        "trail", "unread",
     )  # fmt: skip
 
     def __init__(self, loader: object) -> None:
@@ -194,6 +194,8 @@ class _Pass:
         self.is_said = self.is_used = False
         #: The batch itself, until a forward comes; None if no loop may read ahead.
         self.unread: object = None
+        #: The last two batches: the first tensor of each, and its share.
+        self.trail: list[tuple[ref[object] | None, BatchShare]] = []
         #: What is known of a loop that reads ahead; None: it does not.
         self.ahead: _AheadOfModel | None = None
         #: True if the pass is over, and a batch of it is in hand since a forward was given that.
@@ -315,21 +317,33 @@ class BatchesInHand:
             awaited = self._awaits_backward and isinstance(before, Items) and not before.is_taken
             self._left_over = before if awaited and isinstance(before, Items) else None
         thread = get_ident()
-        if mine.ahead is None and (mine.unread is not None or thread != self._thread):
+        trail = mine.trail
+        is_kept = len(trail) > 1 and (older := trail[0][0]) is not None and older() is not None
+        if mine.ahead is None and (mine.unread is not None or is_kept or thread != self._thread):
             self._begin_ahead(mine)
         if mine.ahead is not None:
             self._remember(mine.ahead, _HandedOut(loader, share), content)
             if mine.ahead.known is not None and thread != self._thread:
                 return  # what the model computes with is in hand still
             mine.ahead.known = None
+        elif content is not None:
+            first = content
+            if isinstance(content, dict):
+                first = next(iter(content.values()), None)
+            elif isinstance(content, (list, tuple)):
+                first = content[0] if content else None
+            mine.trail = [*trail[-1:], (ref(first) if isinstance(first, Tensor) else None, share)]
         mine.share, mine.batch, mine.thread, mine.unread = share, batch, thread, content
         mine.came, mine.evaluated, mine.is_said = True, False, False
 
     def _begin_ahead(self, mine: _Pass) -> None:
-        """Note that a pass reads ahead; remember the batch in hand, if no forward has had it."""
-        mine.ahead = _AheadOfModel()
-        if mine.share is not None and mine.unread is not None and not mine.is_said:
-            self._remember(mine.ahead, _HandedOut(mine.loader, mine.share), mine.unread)
+        """Note that a pass reads ahead; remember the last batches, as far as they live."""
+        mine.ahead, trail, mine.trail = _AheadOfModel(), mine.trail, []
+        batches = [(_HandedOut(mine.loader, share), None if first is None else first()) for first, share in trail]
+        for batch, first in batches:
+            self._remember(mine.ahead, batch, first)
+        if batches and mine.unread is not None:
+            self._remember(mine.ahead, batches[-1][0], mine.unread)
 
     def _remember(self, ahead: _AheadOfModel, batch: _HandedOut, content: object) -> None:
         self._ahead = self._ahead or ReadAhead()
@@ -466,19 +480,19 @@ class BatchesInHand:
         if self._ahead is None or not self._has_ended_ahead:
             return
         self._has_ended_ahead = False
-        lists: dict[object, list[BatchShare]] = {}
-        for batch in self._ahead.living():
-            if batch.loader is not None:
-                lists.setdefault(batch.loader, []).append(batch.share)
-        for loader, shares in lists.items():
+        for its_pass, batches in self._ahead.living().items():
+            shares = [batch.share for batch in batches]
             is_list = len(shares) > 1 and not all(map(self._is_even, shares))
             if is_list and _lengths(inputs) & {share.local_samples for share in shares}:
-                self._warn(loader, list(dict.fromkeys(shares))[:_MOST_SHARES])
+                loader = batches[0].loader
+                self._warn(its_pass if loader is None else loader, list(dict.fromkeys(shares))[:_MOST_SHARES])
 
     def _warn(self, loader: object, shares: list[BatchShare]) -> None:
+        """Warn of a loader, or of a pass of one that is gone, whose batches have these shares."""
         if loader in self._warned:
             return
         self._warned.add(loader)
+        loader = "a sharded loader" if isinstance(loader, _AheadOfModel) else loader
         callsite.warn(
             f"rank {self._rank} of {self._world_size}: batches of {loader} were taken before the model needed them (a "
             "list of them, or a loop that reads ahead), and the shares of them weigh differently (here "

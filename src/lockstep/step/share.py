@@ -143,7 +143,7 @@ class Taken(NamedTuple):
     batch: BatchId | None
 
 
-class _HandedOut:
+class _BatchAhead:
     """A batch that a loader has handed out in a pass that reads ahead."""
 
     __slots__ = ("__weakref__", "_loader", "share")
@@ -169,7 +169,7 @@ class _AheadOfModel:
         self.shares: list[BatchShare] = []
         self.weighs_differently = False
         #: The batch in hand, if a forward was given that.
-        self.known: _HandedOut | None = None
+        self.known: _BatchAhead | None = None
 
 
 class _Pass:
@@ -219,9 +219,9 @@ class BatchesInHand:
         self._beside: WeakKeyDictionary[object, WeakSet[object]] = WeakKeyDictionary()
         #: Identifier of the thread in which the model computes.
         self._thread = get_ident()
-        #: Of passes that read ahead; None: there was none.
-        self._ahead: ReadAhead[_HandedOut] | None = None
-        #: True if such a pass has ended, and no forward since was given none of its batches.
+        #: The batches of passes that read ahead; None: there was no such pass.
+        self._ahead: ReadAhead[_BatchAhead] | None = None
+        #: True from the end of such a pass to the next forward that is in no pass and knows no batch.
         self._has_ended_ahead = False
         #: True while a forward that knew no batch waits for its backward.
         self._awaits_unknown = False
@@ -322,7 +322,7 @@ class BatchesInHand:
         if mine.ahead is None and (mine.unread is not None or is_kept or thread != self._thread):
             self._begin_ahead(mine)
         if mine.ahead is not None:
-            self._remember(mine.ahead, _HandedOut(loader, share), content)
+            self._remember(mine.ahead, _BatchAhead(loader, share), content)
             if mine.ahead.known is not None and thread != self._thread:
                 return  # what the model computes with is in hand still
             mine.ahead.known = None
@@ -339,13 +339,13 @@ class BatchesInHand:
     def _begin_ahead(self, mine: _Pass) -> None:
         """Note that a pass reads ahead; remember the last batches, as far as they live."""
         mine.ahead, trail, mine.trail = _AheadOfModel(), mine.trail, []
-        batches = [(_HandedOut(mine.loader, share), None if first is None else first()) for first, share in trail]
+        batches = [(_BatchAhead(mine.loader, share), None if first is None else first()) for first, share in trail]
         for batch, first in batches:
             self._remember(mine.ahead, batch, first)
         if batches and mine.unread is not None:
             self._remember(mine.ahead, batches[-1][0], mine.unread)
 
-    def _remember(self, ahead: _AheadOfModel, batch: _HandedOut, content: object) -> None:
+    def _remember(self, ahead: _AheadOfModel, batch: _BatchAhead, content: object) -> None:
         self._ahead = self._ahead or ReadAhead()
         self._ahead.remember(batch, content, of=ahead)
         if len(ahead.shares) < _MOST_SHARES and batch.share not in ahead.shares:
@@ -417,7 +417,7 @@ class BatchesInHand:
         weight = 1.0 if share is None or isinstance(share, Items) else share.weight(self._world_size)
         return Taken(weight, items, batch)
 
-    def _take_up(self, batches: list[_HandedOut], inputs: object, for_backward: bool) -> BatchShare | None:
+    def _take_up(self, batches: list[_BatchAhead], inputs: object, for_backward: bool) -> BatchShare | None:
         """Have batches in hand that a forward is given; see Note [Batches read ahead] in ``ahead.py``.
 
         Args:
@@ -448,7 +448,7 @@ class BatchesInHand:
             taken = self._share_of_unknown(live, inputs, for_backward)
         return taken
 
-    def _stand_in(self, batch: _HandedOut) -> _Pass:
+    def _stand_in(self, batch: _BatchAhead) -> _Pass:
         """Return what stands for the pass of a batch whose pass is over."""
         over = _Pass(batch)
         over.share, over.thread, over.came, over.is_over = batch.share, self._thread, True, True

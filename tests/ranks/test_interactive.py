@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -146,7 +147,8 @@ def test_an_interrupt_ends_the_cell_on_all_ranks_which_live_on() -> None:
         source = "import time\nx = 7\ntry:\n    print('now', flush=True)\n    time.sleep(1000)\nfinally:\n    x = 8"
         error = ranks.interrupted(source)
         assert isinstance(error, lockstep.CellInterrupted)
-        assert error.traceback.splitlines()[1] == '  File "<cell 2>", line 5, in <module>'
+        # (The rank may be in the line that prints still, on a busy machine.)
+        assert re.fullmatch(r'  File "<cell 2>", line [45], in <module>', error.traceback.splitlines()[1])
         assert ranks.run("x") == 8
         assert ranks.pids() == pids
 

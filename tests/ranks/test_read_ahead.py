@@ -110,7 +110,7 @@ def _train(
     """The weights and the mean loss of each step, and the warnings."""
     world = lockstep.init(timeout=60)
     torch.manual_seed(0)
-    model = lockstep.replicate(nn.Linear(2, 1, dtype=torch.float64))
+    model = lockstep.replicate(nn.Linear(2, 1, dtype=torch.float64).to(world.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     samples = TensorDataset(*(torch.randn(_SAMPLES, size, dtype=torch.float64) for size in (2, 1)))
     loader = lockstep.shard(DataLoader(samples, batch_size=batch_size, drop_last=drop_last), shares=shares)

@@ -29,13 +29,13 @@ its backward still.
 
 Note [Batches in hand]
 ~~~~~~~~~~~~~~~~~~~~~~
-A loop may hold batches of several loaders. The share that counts is that of the batch handed out last (or that of an
-earlier one, which the model is given: Note [Batches read ahead] in ``ahead.py``), which is right
-where one loop runs inside another (an evaluation in mid-epoch): when the inner pass ends, the outer batch's share is
-back. It is not right where two loaders are read side by side (``zip``) and one backward goes through both batches: if
-their shares weigh differently, no one weight makes that mean exact, so it is refused. So it matters which batches meet
-in a backward. They are those that had come since the last one when a forward with gradients took the share (a batch
-that comes between the forward and its backward has no part in it), less
+A loop may hold batches of several loaders. The share that counts is that of the batch handed out last (for loops that
+read ahead see Note [Batches read ahead] in ``ahead.py``), which is right where one loop runs inside another (an
+evaluation in mid-epoch): when the inner pass ends, the outer batch's share is back. It is not right where two loaders
+are read side by side (``zip``) and one backward goes through both batches: if their shares weigh differently, no one
+weight makes that mean exact, so it is refused. So it matters which batches meet in a backward. They are those that had
+come since the last one when a forward with gradients took the share (a batch that comes between the forward and its
+backward has no part in it), less
 
 - those in whose hands a loop over another began: a pass that is asked for while a batch of another loader is out runs
   inside that loader's. Unless that one hands out its next batch during the inner pass: then the two are read
@@ -242,7 +242,7 @@ class BatchesInHand:
 
     def say(self, share: BatchShare | None) -> None:
         """Put ``share`` in the place of that of the batch in hand, until its loader continues."""
-        self._passes = [each for each in self._passes if not each.is_over]
+        self._passes = self._live()
         if self._passes:
             self._passes[-1].share, self._passes[-1].is_said = share, True
             self._begin_anew()
@@ -297,7 +297,7 @@ class BatchesInHand:
     def begin_pass(self, loader: object) -> None:
         """Note where a pass over ``loader`` begins, when its iterator is made."""
         self.over = None
-        self._passes = [each for each in self._passes if not each.is_over]
+        self._passes = self._live()
         others = {each.loader for each in self._passes if each.loader is not loader}
         self._around[loader] = others - set(self._beside.get(loader, ()))
 
@@ -428,7 +428,7 @@ class BatchesInHand:
         Returns:
             The share that counts for the forward; None: that of the batch in hand.
         """
-        live = [each for each in self._passes if not each.is_over]
+        live = self._live()
         if self._base is not None and not live:  # the script has said what weighs
             return None
         taken = None
@@ -447,6 +447,10 @@ class BatchesInHand:
         if not batches:
             taken = self._share_of_unknown(live, inputs, for_backward)
         return taken
+
+    def _live(self) -> list[_Pass]:
+        """Return the passes that are not over."""
+        return [each for each in self._passes if not each.is_over]
 
     def _stand_in(self, batch: _BatchAhead) -> _Pass:
         """Return what stands for the pass of a batch whose pass is over."""

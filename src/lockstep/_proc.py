@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +105,21 @@ def threads(pid: int) -> list[int]:
         return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
     except OSError:
         return []
+
+
+def open_files(pid: int) -> Iterator[str]:
+    """Yield what a process's descriptors refer to: paths, ``socket:[…]``, ``pipe:[…]``; nothing if it has ended.
+
+    Raises:
+        OSError: this process may not look at that one's.
+    """
+    try:
+        descriptors = os.listdir(f"/proc/{pid}/fd")
+    except (FileNotFoundError, ProcessLookupError):
+        return
+    for fd in descriptors:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just been closed
+            yield os.readlink(f"/proc/{pid}/fd/{fd}")
 
 
 def descendants(pid: int) -> list[int]:

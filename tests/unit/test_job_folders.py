@@ -76,6 +76,28 @@ def test_another_process_with_the_number_of_a_dead_worker_keeps_what_is_its_own(
             its_own.unlink()
 
 
+def test_what_that_process_opens_and_closes_meanwhile_keeps_nothing(home: Path) -> None:
+    """Its descriptors go while they are looked at."""
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-job-", dir=home))
+    AtWork(str(folder), rank=0, name="0-1")
+    (record,) = (path for path in folder.rglob("*") if path.is_file())
+    busy = "import os\nprint(flush=True)\nwhile True: os.close(os.open('/dev/null', os.O_RDONLY))"
+    with subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE) as other:
+        pieces = [_piece(other.pid, count=count) for count in range(100)]
+        try:
+            assert other.stdout is not None
+            other.stdout.readline()
+            record.write_bytes(struct.pack("=qq", other.pid, 7))
+            for piece in pieces:
+                os.utime(piece, (time.time() - 60,) * 2)
+            JobFolder().remove()
+            assert [piece.name for piece in pieces if piece.exists()] == []
+        finally:
+            other.kill()
+            for piece in pieces:
+                piece.unlink(missing_ok=True)
+
+
 def test_a_folder_that_is_held_stays(home: Path) -> None:
     folder, dead = _left_by_a_dead_job(home)
     piece, held = _piece(dead), os.open(folder, os.O_RDONLY)

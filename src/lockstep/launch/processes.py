@@ -214,8 +214,7 @@ def _may_be_of(pid: int, path: str) -> bool:
         return False
     if time.time() - os.stat(path).st_mtime < _proc.age(started) + 1.0:  # (which is right to a hundredth of a second)
         return True
-    holds = (os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd"))
-    return path in _proc.read(pid, "maps") or path in set(holds)  # the clock may have been set
+    return path in _proc.read(pid, "maps") or path in _proc.open_files(pid)  # the clock may have been set
 
 
 def _is_tracker(pid: int) -> bool:

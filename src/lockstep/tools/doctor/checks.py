@@ -442,14 +442,6 @@ def _pids() -> tuple[int | None, int]:
     return None, 0
 
 
-def _descriptors(pid: int) -> Iterator[str]:
-    """Yield the targets of a process's open descriptors; nothing if it has ended, or they can't be read."""
-    with contextlib.suppress(OSError):
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):  # it has just been closed
-                yield os.readlink(f"/proc/{pid}/fd/{fd}")
-
-
 def _listener(port: int) -> str:
     """Return which process listens at a port, as far as this user may know: `` by process 12 (python train.py)``."""
     sockets = set()
@@ -459,7 +451,8 @@ def _listener(port: int) -> str:
             if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == "0A":  # it listens
                 sockets.add(f"socket:[{fields[9]}]")
     for pid in _own_processes() if sockets else ():
-        if sockets & set(_descriptors(pid)):
-            command = _proc.read(pid, "cmdline").replace("\0", " ").strip()
-            return f" by process {pid} ({command[:60]})"
+        with contextlib.suppress(OSError):  # it may not be looked at
+            if sockets & set(_proc.open_files(pid)):
+                command = _proc.read(pid, "cmdline").replace("\0", " ").strip()
+                return f" by process {pid} ({command[:60]})"
     return ""

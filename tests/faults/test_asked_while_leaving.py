@@ -22,7 +22,9 @@ c = ctypes.CDLL(None)
 c.on_exit(ctypes.cast(c.getchar, ctypes.c_void_p), None)
 os.dup2(os.open("end", os.O_RDONLY), 0)
 open(f"pid-{world.rank}", "w").write(str(os.getpid()))
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
 while not os.path.exists("leave"):
+    optimizer.step()
     os.sched_yield()
 """
 
@@ -38,7 +40,12 @@ def _ask_leaving_ranks(folder: Path, ranks: int, times: int) -> None:
             wait_for(lambda: all(file.exists() and file.read_text() for file in files), "the ranks")
             asked = {int(file.read_text()): 0 for file in files}
             assert all(_proc.catches(pid, STACK_SIGNAL) for pid in asked)
+            wait_for(lambda: list((folder / "state").rglob("series-0.bin")), "the run's record")
             (folder / "leave").touch()
+            wait_for(lambda: not any(_proc.catches(pid, STACK_SIGNAL) for pid in asked), "their leaving")
+            told = run(["lockstep", "runs", "stack"], folder)
+            assert told.code == 0, told
+            assert told.out.count("does not answer: it has not begun yet, or is leaving") == ranks, told
             limit = time.monotonic() + LIMIT
             while min(asked.values()) < times:
                 assert time.monotonic() < limit, asked

@@ -49,7 +49,7 @@ class _Terminal:
 
     def interrupt(self, prompt: str) -> str:
         """Press Ctrl-C until the prompt comes, and return what is shown up to it. (One that falls between a prompt and
-        Python's wait for a key is acted on with the next key: so it is in readline under ``python``, too.)"""
+        Python's wait for a key is acted on with the next one: so it is in readline under ``python``, too.)"""
         limit = min(time.monotonic() + LIMIT, launching.test_ends - 10.0)
         pressed = 0.0
         while self.shown.find(prompt, self._read) < 0:
@@ -245,6 +245,7 @@ def test_an_interrupt_at_the_prompt_is_the_debuggers(tmp_path: Path) -> None:
         terminal.until(_PROMPT)
         wait_for((tmp_path / "goes-on-0").exists, "the end of what rank 0 does by itself")
         terminal.type("half a line")
+        terminal.until("half a line")  # (an interrupt takes what is typed and not yet read from under readline's hands)
         assert "--KeyboardInterrupt--" in terminal.interrupt(_PROMPT)
         terminal.type("!open('evaluates', 'w').close()\n!while True: pass\n")
         wait_for((tmp_path / "evaluates").exists, "the command")
@@ -394,10 +395,15 @@ rank = int(os.environ["RANK"])
 def share(total, ranks):
     return total / ranks
 if {where}:
-    share(100, 0)
+    print(os.getpid(), end="", file=open(f"process-{{rank}}", "w"), flush=True); share(100, 0)
 else:
     import time; time.sleep(600)
 """
+
+
+def _waits_for_its_turn(noted: Path) -> bool:
+    """Whether a rank that has failed waits to be looked at: a SIGTERM does not end it at once."""
+    return noted.exists() and noted.read_text() != "" and _proc.catches(int(noted.read_text()), signal.SIGTERM)
 
 
 @pytest.mark.parametrize("where", ["rank == 1", "True"])
@@ -416,6 +422,8 @@ def test_pdb_holds_the_first_rank_that_fails(tmp_path: Path, where: str) -> None
         assert "train.py(7)<module>()" in terminal.command("u", prompt)
         assert "Oldest frame" in terminal.command("u", prompt)
         before = len(terminal.shown)
+        if where == "True":
+            wait_for(lambda: _waits_for_its_turn(tmp_path / f"process-{1 - rank}"), "the other rank's failure")
         terminal.type("q\n")
         assert terminal.end() == 1
     rest = terminal.shown[before:]

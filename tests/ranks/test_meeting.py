@@ -72,6 +72,7 @@ def test_late_messages(tmp_path: Path, script: Path, seed: int, shared: bool) ->
     assert [each.code for each in done] == [0, 0], done
     assert _started(tmp_path) == _TWO
     assert not any("start again" in each.err for each in done), done
+    assert not any(re.search(r"^\[[WE]\d+ ", each.err, re.MULTILINE) for each in done), "no warnings of torch's C++"
 
 
 def _late(pattern: str, seconds: float, *, seed: int | None = None) -> str:
@@ -262,6 +263,7 @@ def test_another_program_at_the_port_is_told_by_what_it_does(tmp_path: Path, scr
             (done,) = _ends(machines, limit=20)
     assert done.code == 1
     assert f"a program accepts connections at {endpoint}, but does not answer like a launcher's store" in done.err
+    assert set(re.findall(r"\S+:\d{4,5}\b", done.err)) <= {endpoint}, "and no address of torch's"
 
 
 def _fixed(folder: Path, script: Path, node: int, port: int, *, backend: str = "") -> Running:

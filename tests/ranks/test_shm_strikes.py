@@ -69,7 +69,8 @@ def test_a_rank_stopped_inside_an_operation_is_late(operation: str, victim: int)
     _strike(Strike(operation, victim, signal.SIGSTOP, 0.4))
 
 
-@pytest.mark.campaign  # where nothing else runs
+@pytest.mark.campaign
+@pytest.mark.timed
 def test_a_death_is_known_everywhere_within_200_ms() -> None:
     seconds = [each.seconds for _ in range(5) for each in _strike(Strike("all_reduce", 1, signal.SIGKILL, 0.5))]
     assert median(seconds) < SOON, seconds

@@ -484,6 +484,7 @@ def _paced_in_time(balance: bool) -> float:
 
 
 @pytest.mark.campaign
+@pytest.mark.timed
 def test_steps_are_shorter_where_slices_have_moved() -> None:
     moved, _ = run_ranks(_paced_in_time, 2, True)
     even, _ = run_ranks(_paced_in_time, 2, False)

@@ -7,6 +7,7 @@ is called as under ``python``.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -73,14 +74,20 @@ class RankDebugger:
                 self._console.give_back(runs_on=False)
 
     def hold(self, error: BaseException) -> None:
-        """Prompt in the frame of the error that ends this rank, if it is the first rank to fail."""
+        """Prompt in the frame of the error that ends this rank, if it is the first rank to fail.
+
+        One that is not has an error to tell nevertheless: from here on, a SIGTERM only ends its wait for its turn.
+        """
         from lockstep.debugger.prompt import RankPdb, line_of_error
 
         if self._process != os.getpid() or not self._pages.get(self._rank, Cell.LENDS):
             return
         given = self._console
         console = given if isinstance(given, LentTerminal) else LentTerminal(self._pages, self._rank)
-        if console.take(line_of_error(error), failed=True):
+        told_to_stop: list[int] = []
+        before = signal.signal(signal.SIGTERM, lambda signum, _: told_to_stop.append(signum))
+        if console.take(line_of_error(error), failed=True, unless=lambda: told_to_stop):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
             RankPdb(console, self._rank).post_mortem(error)
 
     def note_quit(self, where: str) -> None:

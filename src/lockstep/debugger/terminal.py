@@ -10,6 +10,7 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Protocol, TextIO
 
 from lockstep.debugger.lender import from_the_background
@@ -102,12 +103,13 @@ class LentTerminal:
         self._streams: _Streams | None = None
         self._on_interrupt: Any = None
 
-    def take(self, place: str, *, failed: bool = False) -> bool:
+    def take(self, place: str, *, failed: bool = False, unless: Callable[[], object] | None = None) -> bool:
         """See :class:`Console`.
 
         Args:
             place: the line at which the rank is.
             failed: an error would end the rank; else it is at a breakpoint.
+            unless: says whether the rank does not want to prompt any more.
         """
         self._request += 1
         with self._pages.page(self._rank) as page:
@@ -115,6 +117,9 @@ class LentTerminal:
         self.says(Debugging.FAILED if failed else Debugging.ASKS)
         try:
             while abs(answer := self._pages.get(self._rank, Cell.GRANTED)) != self._request:
+                if unless is not None and unless():
+                    answer = -self._request
+                    break
                 time.sleep(_PAUSE)
             if answer > 0:
                 self._enter()

@@ -385,6 +385,7 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool, shared: bool =
         hook.over()
         quit_at = hook.quit_at(error)
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) or quit_at is not None else 1
+        stops = signal.getsignal(signal.SIGTERM)
         if held and code == 1:
             _fold(error)
             hook.hold(error)
@@ -393,7 +394,7 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool, shared: bool =
             _ignore_deaths_of_workers()
             # If another rank has failed as well, the launcher may stop this one between its record and its printing,
             # and the record's reader would believe that the traceback was shown.
-            stops = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             undo.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL if stops is None else stops)
             _record(error, rank, code, since, quit_at=quit_at)
         if quit_at is not None:

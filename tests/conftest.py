@@ -22,7 +22,7 @@ import tests.site.sitecustomize  # noqa: F401  (makes torchvision loadable here;
 from lockstep import knobs
 from lockstep.launch import channel
 from lockstep.testing import leaks
-from tests import launching, warm
+from tests import launching, seeding, warm
 from tests.device import shared, simulation, start
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 with suppress(ImportError):  # which is not there where other libraries are tested
     from hypothesis import settings
 
-    # How long an example takes is the machine's affair: each test has its own limit.
-    settings.register_profile("here", deadline=None)
+    # How long an example takes is the machine's affair: each test has its own limit. Every run has the same examples.
+    settings.register_profile("here", deadline=None, derandomize=True)
     settings.load_profile("here")
 
 
@@ -82,6 +82,18 @@ _OF_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 _ENDING = 5.0
 #: Seconds in which others' shared memory is known as theirs, or removed: their tests kill jobs and look what stays.
 _OTHERS = 120.0
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Have each file draw the same numbers whenever it is loaded."""
+    if isinstance(collector, pytest.Module):
+        seeding.seed()
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """Have each test draw the same numbers, whatever ran before it."""
+    seeding.seed()
 
 
 @pytest.fixture(autouse=True)

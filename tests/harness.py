@@ -24,7 +24,7 @@ from typing import Any
 
 from lockstep import knobs
 from lockstep.identity import Identity
-from tests import warm
+from tests import seeding, warm
 from tests.device import simulation
 
 #: Asks a rank for its stacks; no other signal, since a Checkpointer takes SIGUSR1 for its own.
@@ -170,6 +170,7 @@ def _rank_main(
             simulation.stress(stress)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # lockstep.init() leaves the choice alone
+        seeding.seed()
         try:
             outcome = Outcome(identity.rank, value=fn(*args))
         except BaseException as error:  # noqa: BLE001  (whatever it was, the test wants to see it)

@@ -301,24 +301,33 @@ def test_an_output_dim_that_makes_no_sense_is_refused(wrong: Any) -> None:
 
 # Contents -------------------------------------------------------------------------------------------------------------
 
+_DRAWN = torch.Generator().manual_seed(0)
 TENSORS = [
-    torch.randn(7, 5),
-    torch.randn(7, 5).t(),
-    torch.randn(4, 6, 3, 3).to(memory_format=torch.channels_last),
-    torch.randn(9, dtype=torch.bfloat16),
-    torch.randn(3, dtype=torch.complex64),
+    torch.randn(7, 5, generator=_DRAWN),
+    torch.randn(7, 5, generator=_DRAWN).t(),
+    torch.randn(4, 6, 3, 3, generator=_DRAWN).to(memory_format=torch.channels_last),
+    torch.randn(9, dtype=torch.bfloat16, generator=_DRAWN),
+    torch.randn(3, dtype=torch.complex64, generator=_DRAWN),
     torch.tensor(3),
     torch.tensor([True, False, True]),
     torch.full((3,), float("nan")),
-    torch.randn(5, 4)[:, ::2],
+    torch.tensor([0.5, -0.0, 0.25], dtype=torch.float16),
+    torch.randn(5, 4, generator=_DRAWN)[:, ::2],
     torch.zeros(0, 3),
-    torch.randn(3).expand(4, 3),
-    torch.randn(3, dtype=torch.complex64).conj(),
+    torch.randn(3, generator=_DRAWN).expand(4, 3),
+    torch.randn(3, dtype=torch.complex64, generator=_DRAWN).conj(),
 ]
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
     return contents._digests([[(tensor, torch.empty_like(tensor))]])
+
+
+def _another(value: Tensor) -> Tensor | float:
+    """A value with other bits."""
+    if value.dtype == torch.bool:
+        return ~value
+    return 0.25 if value == 0.5 else 0.5 if value.is_floating_point() else 7
 
 
 @pytest.mark.parametrize("tensor", TENSORS, ids=lambda t: f"{t.dtype}-{tuple(t.shape)}-{t.stride()}")
@@ -330,7 +339,7 @@ def test_a_single_changed_element_is_noticed_and_equal_bits_are_not(tensor: Tens
     for index in range(tensor.numel()):
         edited = torch.empty_like(tensor).copy_(tensor)
         position = tuple(torch.unravel_index(torch.tensor(index), tensor.shape))
-        edited[position] = ~edited[position] if tensor.dtype == torch.bool else 0.5 if tensor.is_floating_point() else 7
+        edited[position] = _another(edited[position])
         assert contents.changed([(tensor, tensor), (tensor, edited)]) == [1]
         assert not torch.equal(ours, fingerprint(edited))
 

@@ -76,7 +76,7 @@ def run_tests(source: Path | None, tests: tuple[str, ...], *, limit: float) -> O
     env["PYTHONPATH"] = python_path(_ROOT) if source is None else python_path(source, _ROOT)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True, timeout=limit, check=False)
-    counts = {kind: int(count) for count, kind in _OUTCOME.findall(done.stdout[done.stdout[:-1].rfind("\n") + 1 :])}
+    counts = {kind: int(count) for count, kind in _OUTCOME.findall("".join(done.stdout.splitlines()[-1:]))}
     if done.returncode not in (0, 1) or not counts:
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return Outcome(counts.get("passed", 0), counts.get("failed", 0) + counts.get("error", 0), done.stdout)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep import _proc
 from tests.faults import jobs
 from tests.launching import Running, gone_within, killed_afterwards, run, wait_for
 
@@ -36,9 +37,7 @@ def _listening(pids: set[int]) -> list[str]:
     sockets = set()
     for pid in pids:
         with suppress(OSError):
-            for fd in os.listdir(f"/proc/{pid}/fd"):
-                with suppress(OSError):
-                    sockets.update(re.findall(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{fd}")))
+            sockets.update(re.findall(r"socket:\[(\d+)\]", " ".join(_proc.open_files(pid))))
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     return [row[1] for row in rows if row[3] == "0A" and row[9] in sockets]
 

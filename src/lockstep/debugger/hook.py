@@ -76,7 +76,7 @@ class RankDebugger:
     def hold(self, error: BaseException) -> None:
         """Prompt in the frame of the error that ends this rank, if it is the first rank to fail.
 
-        One that is not has an error to tell nevertheless: from here on, a SIGTERM only ends its wait for its turn.
+        A rank that fails later still has its error to tell: a SIGTERM ends its wait for the terminal, not the rank.
         """
         from lockstep.debugger.prompt import RankPdb, line_of_error
 
@@ -88,6 +88,8 @@ class RankDebugger:
         before = signal.signal(signal.SIGTERM, lambda signum, _: told_to_stop.append(signum))
         if console.take(line_of_error(error), failed=True, unless=lambda: told_to_stop):
             signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+            if told_to_stop:  # as it got the terminal
+                os.kill(os.getpid(), signal.SIGTERM)
             RankPdb(console, self._rank).post_mortem(error)
 
     def note_quit(self, where: str) -> None:

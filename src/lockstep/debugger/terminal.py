@@ -109,7 +109,7 @@ class LentTerminal:
         Args:
             place: the line at which the rank is.
             failed: an error would end the rank; else it is at a breakpoint.
-            unless: says whether the rank does not want to prompt any more.
+            unless: returns whether to give up waiting; it is asked some hundred times a second.
         """
         self._request += 1
         with self._pages.page(self._rank) as page:

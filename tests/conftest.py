@@ -90,6 +90,23 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
         seeding.seed()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def apart_from_inner_sessions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give sessions of pytest that tests start a root of their own for temporary folders.
+
+    At its end a session removes others' old folders. Two that remove the same one side by side fail (pytest 9.2.0), and
+    the first one of a run would have the thousands of folders of the run before to remove.
+    """
+    if knobs.rank_process() is not None:
+        yield
+        return
+    tmp_path_factory.getbasetemp()  # of this session, which stays where the user looks for it
+    with tempfile.TemporaryDirectory(prefix="pytests-") as root:
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = root
+        yield
+        del os.environ["PYTEST_DEBUG_TEMPROOT"]
+
+
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:
     """Have each test draw the same numbers, whatever ran before it."""

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep._proc import descendants
 from lockstep.job.page import NAMES, Phase
-from tests.launching import Running, run, start
+from tests.launching import Running, own_mount, run, start
 
 #: Times of a launcher that looks for a late rank sooner, and more often.
 _SOON = "late=1,heartbeat=0.2,unmoved=0.2"
@@ -95,6 +95,37 @@ with open({str(fifo)!r}, "rb", buffering=0) as file:
     assert done.code == 0, done
     assert re.fullmatch(r"lockstep: rank 1 has moved on after \d+ s\n", over)
     assert "held up" not in done.err, "one message is enough"
+
+
+def test_a_full_folder_for_temporary_files_does_not_end_a_job_whose_rank_is_late(
+    tmp_path: Path, temporary: Path
+) -> None:
+    fifo = tmp_path / "shard-7"
+    os.mkfifo(fifo)
+    _write(
+        tmp_path,
+        f"""
+try:
+    for number in range(1000):
+        open(os.path.join({str(temporary)!r}, str(number)), "x").close()
+except OSError:
+    print("full", flush=True)
+open({str(fifo)!r}, "rb").read(1)
+""",
+    )
+    argv = ["lockstep", "run", "-n", "2", "--log-dir", "logs", "train.py"]
+    mounted = own_mount(temporary, "nr_inodes=100")
+    with (
+        start(argv, tmp_path, torch=True, before=mounted, LOCKSTEP_TIMES=_SOON, TMPDIR=str(temporary)) as job,
+        open(os.open(fifo, os.O_RDWR), "wb", buffering=0) as writing,
+    ):
+        report = _report(job)
+        writing.write(b"x")
+        done = job.finish()
+    assert re.fullmatch(r"lockstep: rank 1 of 2 has held up the others for \d+ s", report[0]), report
+    assert (tmp_path / "logs" / "rank1.log").read_text() == "full\ndone\n"
+    assert (done.code, "Traceback" in done.err) == (0, False), done
+    assert re.match(r"lockstep: rank 1 has moved on after \d+ s\n", done.err)
 
 
 def test_the_error_at_the_timeout_says_it_again(tmp_path: Path) -> None:

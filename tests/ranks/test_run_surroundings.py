@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import LIMIT, environment, run, start, wait_for
+from tests.launching import LIMIT, environment, own_mount, run, start, wait_for
 
 _PROGRAM = """
 import os, sys
@@ -119,6 +119,25 @@ def test_a_folder_that_is_removed_meanwhile_changes_no_exit_code(what: str, code
     assert (done.code, "Traceback" in done.err) == (code, False)
     if what == "job":
         assert done.err.count("was removed while the job runs") == 1
+
+
+_FULL = """
+import os, signal
+if os.environ["RANK"] == "1":
+    try:
+        for number in range(1000):
+            open(os.path.join(os.environ["TMPDIR"], str(number)), "x").close()
+    except OSError:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_failure_is_reported_when_the_folder_for_temporary_files_is_full(tmp_path: Path, temporary: Path) -> None:
+    (tmp_path / "train.py").write_text(_FULL)
+    mounted = own_mount(temporary, "nr_inodes=100")
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, before=mounted, TMPDIR=str(temporary))
+    assert (done.code, "Traceback" in done.err) == (128 + signal.SIGKILL, False), done
+    assert "lockstep: rank 1 of 2 failed: killed by signal 9 (SIGKILL)" in done.err
 
 
 _SHARES = """

@@ -105,12 +105,14 @@ class JobFiles:
 
     def mark_failed(self) -> None:
         """Tell the ranks that a signal to stop is not the user's: one of them failed, so no rank can finish a step."""
-        with contextlib.suppress(FileNotFoundError):  # the folder was removed, which the launcher reports
+        # The folder was removed, which the launcher reports; or it is full. Then the ranks take the signal for the
+        # user's, and try to save, in vain. How the job ends, and what is said of it, stays the same.
+        with contextlib.suppress(OSError):
             self._failed.touch(mode=0o600)
 
     def mark_late(self, text: str) -> None:
         """Leave the launcher's report on the rank that holds up the others now; empty: none does any more."""
-        with contextlib.suppress(FileNotFoundError):  # as above
+        with contextlib.suppress(OSError):  # as above: the user is told all the same, and errors of ranks lack it
             if text:
                 write_whole(self.late, text)
             else:

@@ -35,7 +35,7 @@ def test_a_resource_tracker_is_known(module: str) -> None:
 
 #: Sweeps while the list of what is below shows nothing, twice: as it does where processes change parents meanwhile.
 _UNSEEN = """
-import subprocess
+import os, subprocess
 from lockstep import _proc
 from lockstep.launch import processes
 processes.become_subreaper()
@@ -45,16 +45,40 @@ def descendants(pid):
     calls.append(pid)
     return seen(pid) if len(calls) > 2 else []
 _proc.descendants = descendants
-left = processes.sweep(patience=0.1)
-print(child.pid, left, len(calls) > 2, flush=True)
+reaped = processes.sweep(patience=0.1)
+print(child.pid, seen(os.getpid()), len(calls) > 2, reaped == {child.pid}, flush=True)
 """
 
 
 def test_a_process_that_was_not_seen_is_ended_all_the_same() -> None:
     done = subprocess.run([sys.executable, "-c", _UNSEEN], capture_output=True, text=True, timeout=30)
     child, rest = done.stdout.split(" ", 1)
-    assert rest == "[] True\n", done.stderr
+    assert rest == "[] True True\n", done.stderr
     assert not Path(f"/proc/{child}").exists()
+
+
+#: Spares a process that has ended by the time of the sweep, then passes a signal on to it.
+_SPARED = """
+import os, signal, socket
+from lockstep.job.messages import Channel
+from lockstep.launch.channel import Clear, Cleared, Signal
+from lockstep.launch.zygote import _Zygote
+ours, theirs = socket.socketpair()
+launcher, zygote = Channel(ours, [Cleared]), _Zygote(Channel(theirs, []), "nowhere", frozenset())
+spared = os.fork()
+if not spared:
+    os._exit(0)
+zygote._ranks = {spared: -1}
+os.waitid(os.P_PID, spared, os.WEXITED | os.WNOWAIT)
+zygote._handle(Clear([spared]), [])
+zygote._handle(Signal([-1], signal.SIGKILL), [])
+print(launcher.receive(), zygote._ranks)
+"""
+
+
+def test_a_spared_process_that_ends_meanwhile_gets_no_more_signals() -> None:
+    done = subprocess.run([sys.executable, "-c", _SPARED], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "[(Cleared(), [])] {}\n", done.stderr
 
 
 _BRIEF = """

@@ -113,7 +113,7 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(error, f"prctl({option}, {value}): {os.strerror(error)}")
 
 
-def sweep(*, patience: float, limit: float = 5.0, spare: Iterable[int] = ()) -> list[int]:
+def sweep(*, patience: float, limit: float = 5.0, spare: Iterable[int] = ()) -> set[int]:
     """End every process below this one, and reap them.
 
     Multiprocessing's resource tracker ignores SIGTERM and leaves by itself once its process is gone, after it removed
@@ -125,7 +125,7 @@ def sweep(*, patience: float, limit: float = 5.0, spare: Iterable[int] = ()) -> 
         spare: children of this process that stay, if they are there.
 
     Returns:
-        the processes that are still there.
+        the processes that were reaped, also those to spare that have ended: their numbers may be others' now.
     """
     start = time.monotonic()
     asked: set[int] = set()
@@ -138,7 +138,7 @@ def sweep(*, patience: float, limit: float = 5.0, spare: Iterable[int] = ()) -> 
         # A process that became ours while /proc was read may be missing in ``left``; the kernel knows all our children.
         if not (left or _has_children(spared)) or waited > limit:
             remove_shared_memory(dead)
-            return left
+            return dead
         if waited < patience:
             fresh = [pid for pid in left if pid not in asked]
             _signal_all(fresh, signal.SIGTERM)

@@ -121,8 +121,8 @@ class _Zygote:
             case Fork():
                 return self._fork(request, fds)
             case Clear(spare):
-                processes.sweep(patience=LEFTOVER_PATIENCE, spare=spare)
-                self._ranks = {pid: number for pid, number in self._ranks.items() if pid in spare}
+                dead = processes.sweep(patience=LEFTOVER_PATIENCE, spare=spare)
+                self._ranks = {pid: self._ranks[pid] for pid in set(spare) - dead if pid in self._ranks}
                 self._channel.send(Cleared())
             case Signal(ranks, signum):
                 pids = {number: pid for pid, number in self._ranks.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep import knobs
-from tests.launching import python_path, run, start
+from tests.launching import Finished, python_path, run, start
 
 _WORLD = """
 import torch, lockstep
@@ -299,6 +300,44 @@ def test_an_import_that_fails_before_the_ranks_is_told(tmp_path: Path) -> None:
     assert "the ranks could not be started" in done.err
     assert "No module named 'no_such_module'" in done.err
     assert not (tmp_path / "started").exists()
+
+
+_NO_ROOM = """
+import errno, os
+fork, left = os.fork, [{times}]
+def fork_later():
+    left[0] -= 1
+    if left[0] >= 0:
+        raise OSError(errno.{name}, os.strerror(errno.{name}))
+    return fork()
+os.fork = fork_later
+"""
+
+
+def _run_without_room(tmp_path: Path, *, times: int, name: str) -> Finished:
+    """Run two ranks on a machine that has no process for them at first."""
+    (tmp_path / "full.py").write_text(_NO_ROOM.format(times=times, name=name))
+    (tmp_path / "train.py").write_text("import os; open('started-' + os.environ['RANK'], 'w')")
+    path = python_path(tmp_path)
+    return run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, LOCKSTEP_PRELOAD="full", PYTHONPATH=path)
+
+
+@pytest.mark.parametrize("name", ["EAGAIN", "ENOMEM"])
+def test_a_machine_without_room_for_a_process_has_a_moment_to_make_some(name: str, tmp_path: Path) -> None:
+    done = _run_without_room(tmp_path, times=3, name=name)
+    assert (done.code, done.err) == (0, "")
+    assert all((tmp_path / f"started-{rank}").exists() for rank in range(2))
+
+
+@pytest.mark.parametrize(("name", "advice"), [("EAGAIN", "pids.max"), ("ENOMEM", "there is no memory for it")])
+def test_a_machine_without_room_for_a_process_is_told(name: str, advice: str, tmp_path: Path) -> None:
+    done = _run_without_room(tmp_path, times=1_000_000, name=name)
+    assert (done.code, "Traceback" in done.err) == (1, False), done
+    first, why = done.err.splitlines()
+    assert first == "lockstep: the ranks could not be started:"
+    assert why.startswith(f"no process could be forked for 1 s: {os.strerror(getattr(errno, name))}; ")
+    assert advice in why
+    assert "start fewer ranks and loader workers" in why
 
 
 def test_a_preload_that_initialises_cuda_is_refused_before_any_rank_is_forked(tmp_path: Path) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lockstep.errors import LaunchError
 from lockstep.job.messages import Channel
+from lockstep.launch import channel
 from lockstep.launch.channel import (
     Answer,
     Broken,
@@ -25,6 +29,7 @@ from lockstep.launch.channel import (
     Request,
     Signal,
     Started,
+    ZygoteHandle,
 )
 
 
@@ -118,3 +123,14 @@ def test_descriptors_that_nobody_claimed_are_closed() -> None:
         closing.close()
     os.close(null)
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_machine_without_room_for_the_process_that_forks_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(channel, "start_zygote", none)
+    with pytest.raises(LaunchError, match=r"the process that forks the ranks can't be started: Resource .*ulimit -u"):
+        ZygoteHandle(str(tmp_path), ranks=1, threads=1)

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import knobs, machine
+from lockstep.errors import LaunchError
 from lockstep.job.messages import Channel
-from lockstep.launch.processes import SAVE, STOPPING
+from lockstep.launch.processes import SAVE, STOPPING, no_process
 
 # Messages ------------------------------------------------------------------------------------------------------------
 
@@ -64,8 +65,9 @@ class Ready:
 
 @dataclass(frozen=True)
 class Broken:
-    """The imports failed: a traceback."""
+    """The imports failed, or there is no process for a rank; the zygote ends."""
 
+    #: A traceback, or the reason and what to do.
     error: str
 
 
@@ -158,6 +160,9 @@ class ZygoteHandle:
             threads: for each of them, unless the user has said it.
             restarts: ranks may be forked again, and should then be back in training as soon as possible.
             also: modules that these ranks need besides; imported whatever the user has the launcher import.
+
+        Raises:
+            LaunchError: there is no process for it.
         """
         preload = knobs.preload()
         if preload is None:
@@ -180,9 +185,9 @@ class ZygoteHandle:
         ]
         try:
             self.pid = start_zygote(argv, theirs.fileno(), _environment(threads))
-        except OSError:
+        except OSError as error:
             ours.close()
-            raise
+            raise LaunchError(f"the process that forks the ranks can't be started: {no_process(error)}") from error
         finally:
             theirs.close()
         self._channel: Channel[Answer] = Channel(ours, Answer.__args__)

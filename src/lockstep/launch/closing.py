@@ -16,7 +16,7 @@ class LastWord(enum.Enum):
 
     #: Nothing needs to be said.
     NOTHING = enum.auto()
-    #: The modules that ranks need could not be imported.
+    #: The modules that ranks need could not be imported, or there was no process for a rank.
     NOT_STARTED = enum.auto()
     #: The machines could not meet, or could not continue together.
     REFUSED = enum.auto()
@@ -71,7 +71,7 @@ class JobEnd:
     done: bool = False
     #: True while the launchers wait for each other.
     meeting: bool = False
-    #: True if the zygote could not import the ranks' modules.
+    #: True if the zygote could not import the ranks' modules, or fork a rank.
     broken: bool = False
     #: The exit code where the machines could not meet, or continue together; None: they could.
     refused_with: int | None = None

@@ -279,7 +279,7 @@ class Launcher:
         self._terminal = find_terminal() if lends else None
         self.attempt = self._attempt(round_, number=0)
         self._tracer: Tracer | None = None
-        #: The traceback of the zygote's failed imports; None: they have not failed.
+        #: Why the zygote can't fork the ranks, such as the traceback of its imports; None: it can.
         self.broken: str | None = None
         self.selector = selectors.PollSelector()  # epoll refuses regular files, which standard output may be
         self._next_look = 0.0

@@ -25,6 +25,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import errno
 import os
 import re
 import signal
@@ -104,6 +105,20 @@ def die_with_parent(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+#: errno -> the reason why the kernel makes no process, and what to do.
+_NO_PROCESS = {
+    errno.EAGAIN: "the limit on processes is reached: raise it (ulimit -u, or pids.max of the container's cgroup), or "
+    "start fewer ranks and loader workers",
+    errno.ENOMEM: "there is no memory for it: free some, or start fewer ranks and loader workers",
+}
+
+
+def no_process(error: OSError) -> str:
+    """Return why a process could not be made, and what to do."""
+    advice = _NO_PROCESS.get(error.errno or 0)
+    return f"{error.strerror or error}" + (f"; {advice}" if advice else "")
 
 
 def _prctl(option: int, value: int) -> None:

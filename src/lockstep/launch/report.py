@@ -202,10 +202,10 @@ def came_late(signum: signal.Signals) -> str:
 
 
 def not_started(error: str) -> str:
-    """Say that the imports of the zygote failed.
+    """Say that the imports of the zygote failed, or that it could not fork the ranks.
 
     Args:
-        error: the traceback.
+        error: the traceback, or the reason.
     """
     return f"the ranks could not be started:\n{error.rstrip()}"
 

@@ -43,6 +43,8 @@ from lockstep.launch.processes import SAVE, STOPPING, SignalQueue, ignored
 
 #: Seconds that processes which outlived their rank have to leave by themselves.
 LEFTOVER_PATIENCE = 0.3
+#: Seconds in which the machine has to have room for one more process, and between two attempts to make it.
+_ROOM, _PAUSE = 1.0, 0.02
 
 
 def main(control: int, folder: str, modules: list[str]) -> None:
@@ -138,7 +140,11 @@ class _Zygote:
         sys.stderr.flush()
         # A signal that comes before the rank has its own handlers waits until then.
         signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPPING, SAVE))
-        pid = os.fork()
+        try:
+            pid = self._make_process()
+        except OSError as error:
+            self._channel.send(Broken(f"no process could be forked for {_ROOM:g} s: {processes.no_process(error)}"))
+            os._exit(1)  # what was forked before ends as in Note [No orphans]
         if pid == 0:
             processes.die_with_parent(zygote)
             self._leave_to_the_zygote()
@@ -149,6 +155,22 @@ class _Zygote:
         self._ranks[pid] = request.rank
         self._channel.send(Started(request.rank, pid))
         return None
+
+    def _make_process(self) -> int:
+        """Fork as :func:`os.fork` does, once there is room: dead ranks may have workers that are about to leave.
+
+        Raises:
+            OSError: there was no room in time.
+        """
+        limit = time.monotonic() + _ROOM
+        while True:
+            try:
+                return os.fork()
+            except OSError:
+                if time.monotonic() >= limit:
+                    raise
+            time.sleep(_PAUSE)
+            self._report_deaths()  # the dead count until they are reaped
 
     def _leave_to_the_zygote(self) -> None:
         """In a forked rank: close everything that is the zygote's, other ranks' descriptors included."""

@@ -186,7 +186,7 @@ class Team:
         """Return the zygote's next messages, up to ``until`` on the monotonic clock; empty if there are none.
 
         Raises:
-            LaunchError: the zygote is gone, or its imports have failed.
+            LaunchError: the zygote is gone, or can't fork the ranks.
         """
         if not self._selector.select(max(0.0, until - time.monotonic())):
             return []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 
 import pytest
 
 from lockstep import EnvironmentMismatch, LaunchError, knobs
+from lockstep.launch import console
 from lockstep.launch.console import MET
 from lockstep.launch.hosted import Order, _Guard
 from lockstep.launch.hosts import Line, refuse_with_hosts
@@ -15,21 +17,49 @@ from lockstep.remote.frames import FrameKind, Frames, Greeting, frame
 from lockstep.remote.ssh import Host, meeting_place, parse_hosts, passed_on
 
 
+def _guard(said: int, output: int) -> _Guard:
+    """A guard that reads from two pipes. Its process, and what it is connected to, are not needed here."""
+    for fd in (output, said):
+        os.set_blocking(fd, False)
+    guard = _Guard.__new__(_Guard)
+    guard._connected, guard._outgoing = True, bytearray()
+    guard._begun, guard._messages, guard._has_met = b"", [], False
+    guard._readers = {said: FrameKind.SAID, output: FrameKind.OUTPUT}
+    return guard
+
+
 def test_a_guard_that_is_late_passes_on_what_was_said_in_order() -> None:
     """Of the machines before any output, and of ranks that failed after theirs, though all came by their own pipes."""
     output, said = os.pipe(), os.pipe()
-    for fd in (output[0], said[0]):
-        os.set_blocking(fd, False)
-    guard = _Guard.__new__(_Guard)  # its process, and what it is connected to, are not needed here
-    guard._connected, guard._outgoing = True, bytearray()
-    guard._messages, guard._has_met = [], False
-    guard._readers = {said[0]: FrameKind.SAID, output[0]: FrameKind.OUTPUT}
+    guard = _guard(said[0], output[0])
     os.write(said[1], b"machines\n" + MET + b"\n")
     os.write(output[1], b"from rank 0\n")
     os.write(said[1], b"rank 0 failed\n")
     guard._read({output[0], said[0]})
     told = [(FrameKind.SAID, b"machines"), (FrameKind.SAID, MET), (FrameKind.OUTPUT, b"from rank 0\n")]
     assert bytes(guard._outgoing) == b"".join(frame(*each) for each in [*told, (FrameKind.SAID, b"rank 0 failed")])
+    for fd in (*output, *said):
+        os.close(fd)
+
+
+def test_a_message_that_comes_in_parts_is_passed_on_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    output, said = os.pipe(), os.pipe()
+    guard = _guard(said[0], output[0])
+    monkeypatch.setattr(console, "_reader", said[1])
+    text, written = "\N{SNOWMAN}\r\n" * 10_000, os.write
+
+    def write_a_part(fd: int, data: bytes) -> int:
+        assert not guard._outgoing, "not before it is whole"
+        count = written(fd, data[:10_000])
+        guard._read({said[0]})
+        return count
+
+    monkeypatch.setattr(os, "write", write_a_part)
+    console.say(text, once="failed")
+    frames = Frames()
+    frames.greeting = Greeting("1", 4000)
+    ((kind, message),) = frames.feed(bytes(guard._outgoing))
+    assert (kind, json.loads(message)) == (FrameKind.SAID, {"text": text, "once": "failed", "later": False})
     for fd in (*output, *said):
         os.close(fd)
 

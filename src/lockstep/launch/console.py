@@ -48,7 +48,7 @@ def say(text: str, *, once: str = "", later: bool = False) -> None:
     if _reader is None:
         (show if _screen is None else _screen.show)(f"lockstep: {text}")
     else:
-        os.write(_reader, json.dumps({"text": text, "once": once, "later": later}).encode() + b"\n")
+        _send(_reader, json.dumps({"text": text, "once": once, "later": later}).encode() + b"\n")
 
 
 def show(text: str) -> None:
@@ -70,4 +70,9 @@ def show(text: str) -> None:
 def met() -> None:
     """Tell the process that shows the messages of several launchers that the launchers have found each other."""
     if _reader is not None:
-        os.write(_reader, MET + b"\n")
+        _send(_reader, MET + b"\n")
+
+
+def _send(fd: int, line: bytes) -> None:
+    while line:  # a signal may come after a part of it
+        line = line[os.write(fd, line) :]

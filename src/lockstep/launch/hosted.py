@@ -139,6 +139,8 @@ class _Guard:
         self._heard = self._beat = time.monotonic()
         self._kill_at = float("inf")
         self._outgoing = bytearray()
+        #: The beginning of a message, of which the rest has not come: one may be longer than a pipe holds.
+        self._begun = b""
         #: Messages that wait for output; True if the machines have met.
         self._messages: list[bytes] = []
         self._has_met = False
@@ -215,7 +217,8 @@ class _Guard:
             del self._readers[fd]
             return False
         if self._connected and kind is FrameKind.SAID:
-            self._messages += data.splitlines()  # a message is written at once
+            *lines, self._begun = (self._begun + data).split(b"\n")
+            self._messages += lines
         elif self._connected:
             self._outgoing += frame(kind, data)
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
 from collections.abc import Iterator
@@ -159,3 +160,17 @@ def test_a_reader_that_left_does_not_stop_the_logs(stage: Stage) -> None:
     stage.write(1, b"two\n")
     stage.end(1)
     assert stage.logs[1].read_bytes() == b"one\ntwo\n"
+
+
+def test_a_reader_that_has_no_room_for_a_moment_has_not_left(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program has made the terminal one that does not block, and it takes less than poll has promised."""
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", _write_nothing)
+        stage.relay.sink(stage.sink).push(0, b"", b"one\n")  # type: ignore[union-attr]
+        stage.pump()
+    stage.write(0, b"two\n")
+    assert stage.shown() == b"one\ntwo\n"
+
+
+def _write_nothing(*_: object) -> int:
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))

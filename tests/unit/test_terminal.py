@@ -10,6 +10,8 @@ import sys
 import pytest
 
 from lockstep.job import terminal
+from lockstep.launch.evidence import facts
+from tests.launching import wait_for
 
 _WRITES = """
 import os, sys
@@ -72,3 +74,51 @@ def test_a_program_writes_on_when_its_terminal_has_gone(signal: str) -> None:
         process.wait(20)
         os.close(end)
         os.close(told)
+
+
+_SHOWS = """
+from lockstep.job import terminal
+from lockstep.launch import console
+terminal.outlive()
+{show}("x" * 1_000_000)
+{show}("the end")
+"""
+
+
+@pytest.mark.parametrize("show", ["print", "console.show"])
+def test_what_is_written_waits_for_room_where_another_program_has_turned_waiting_off(show: str) -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with subprocess.Popen([sys.executable, "-c", _SHOWS.format(show=show)], stdout=writing, stderr=writing) as process:
+        os.close(writing)
+        waits = ("poll", "ppoll")
+        wait_for(lambda: (now := facts(process.pid)) is None or now.state == "Z" or now.call in waits, "a full pipe")
+        with open(reading, "rb") as shown:
+            assert shown.read() == b"x" * 1_000_000 + b"\nthe end\n"
+    assert process.returncode == 0
+
+
+_SHOWS_LATER = """
+from lockstep.launch import console
+console.show("x" * 1_000_000)
+print(flush=True)
+input()
+console.show("later")
+"""
+
+
+def test_a_message_without_room_on_a_programs_own_stream_costs_no_later_one() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    argv = [sys.executable, "-c", _SHOWS_LATER]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=writing) as process:
+        os.close(writing)
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == b"\n"
+        assert set(os.read(reading, 1 << 20)) == {ord("x")}
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        with open(reading, "rb") as shown:
+            assert shown.read().endswith(b"later\n")
+    assert process.returncode == 0

@@ -14,6 +14,9 @@ BrokenPipeError. That ends a program whose output is its result; it would end a 
 And so does a rank's log that can't grow: the disk is full, or the file has reached the user's limit (``ulimit -f``).
 The rank tells the launcher, which reports it. A file to which the user redirects the output is as under ``python``.
 
+A program that has the same terminal may make it one that does not block, for all. When it is full a write under
+``python`` then fails, after a part. Here it waits for room, as it would have without that program.
+
 Note [Begun lines]
 ~~~~~~~~~~~~~~~~~~
 The launcher has messages of its own, and a line of a rank may not be ended where one of them comes: a progress bar, a
@@ -53,6 +56,8 @@ _STYLES = re.compile(rb"(\x1b\[[0-9;?]*[hlm])+\Z")
 _END = 64
 #: Seconds between two looks whether another rank still prompts.
 _PAUSE = 0.02
+#: Seconds for which a reader may take nothing, where a write would not wait by itself, before it counts as gone.
+_READER = 600.0
 
 #: The cell of this rank's page for Note [Begun lines] (int64 [1]), and the descriptors that it concerns; None: this is
 #: not a rank that a launcher started.
@@ -133,7 +138,7 @@ class _Forgiving(io.FileIO):
             while _is_prompting():
                 time.sleep(_PAUSE)
         try:
-            written = super().write(data)
+            written = self._write(data)
             _note(self.fileno(), data)
             return written
         except BrokenPipeError:
@@ -147,6 +152,16 @@ class _Forgiving(io.FileIO):
             else:
                 raise
         return super().write(data)
+
+    def _write(self, data: Any) -> int:
+        """Write a part of ``data`` at least, also where that does not wait for room by itself."""
+        poll, limit = select.poll(), time.monotonic() + _READER
+        while (written := super().write(data)) is None:
+            if time.monotonic() >= limit:
+                raise BrokenPipeError(f"nothing was read for {_READER:g} s")
+            poll.register(self.fileno(), select.POLLOUT)
+            poll.poll(1000 * (limit - time.monotonic()))
+        return written
 
 
 def forgiving(fd: int, *, errors: str) -> io.TextIOWrapper:

@@ -60,6 +60,8 @@ def show(text: str) -> None:
         return
     try:
         print(text, file=sys.stderr, flush=True)
+    except BlockingIOError:
+        pass  # what has no room on a program's own stream (spawn's) is lost, and later messages are not
     except OSError:
         # Python flushes what is left once more at its end, and would leave with an exit code of its own.
         nothing = os.open(os.devnull, os.O_WRONLY)

@@ -202,6 +202,8 @@ class OutputSink:
         while self.backlog and poll.poll(0):
             try:
                 del self.backlog[: os.write(self.fd, self.backlog[:_WRITE])]
+            except BlockingIOError:
+                return  # another program has made it one that does not block, and there is room for less than that
             except (BrokenPipeError, OSError) as error:
                 if error.errno == errno.EIO and terminal.let_go():
                     continue

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.output import PATIENCE, Relay
+from lockstep.launch.screen import _last_byte
 
 
 class Stage:
@@ -174,3 +175,18 @@ def test_a_reader_that_has_no_room_for_a_moment_has_not_left(stage: Stage, monke
 
 def _write_nothing(*_: object) -> int:
     raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
+def test_where_a_file_ends_is_not_known_if_it_can_not_be_read(tmp_path: Path) -> None:
+    """Then the launcher's message is shown as on a terminal: where a line is begun is what its rank says."""
+    path = tmp_path / "shown"
+    with path.open("w+b", buffering=0) as shown:
+        assert _last_byte(shown.fileno()) == b"\n"
+        shown.write(b"a")
+        assert _last_byte(shown.fileno()) == b"a"
+    failing = os.open("/proc/self/mem", os.O_RDONLY)  # a file that fails where no memory is (EIO)
+    try:
+        os.lseek(failing, 1, os.SEEK_SET)
+        assert _last_byte(failing) is None
+    finally:
+        os.close(failing)

@@ -84,14 +84,14 @@ class RunScreen:
 
 def _last_byte(fd: int) -> bytes | None:
     """Return the last byte of a file, or a newline if it is empty; None if it is not a file, or can't be read."""
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        return None
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return None
         place = os.lseek(fd, 0, os.SEEK_CUR)
         reading = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+        try:
+            return os.pread(reading, 1, place - 1) if place else b"\n"
+        finally:
+            os.close(reading)
+    except OSError:  # no permission to read, or a file system that fails at this moment
         return None
-    try:
-        return os.pread(reading, 1, place - 1) if place else b"\n"
-    finally:
-        os.close(reading)

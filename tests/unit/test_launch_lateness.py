@@ -17,6 +17,7 @@ from typing import TextIO
 import pytest
 
 from lockstep import _proc
+from lockstep.job.files import JobFiles
 from lockstep.job.hang import HangKind, HangVerdict, Standstill
 from lockstep.job.page import Phase
 from lockstep.launch import evidence, lateness
@@ -65,6 +66,12 @@ def test_a_stack_ends_above_what_pytest_does() -> None:
     itself = evidence.parse_stack(text.replace('  File "a.py", line 1 in f\n', ""))
     assert itself is not None
     assert len(itself.frames) == 2, "pytest itself is where it is"
+
+
+def test_a_stack_that_can_not_be_read_is_none(tmp_path: Path) -> None:
+    assert evidence.read_stack(tmp_path, 0, start=0) is None
+    JobFiles(tmp_path).stack(0).mkdir()
+    assert evidence.read_stack(tmp_path, 0, start=0) is None
 
 
 def test_a_model_outside_of_a_step_and_a_debugger_are_seen() -> None:

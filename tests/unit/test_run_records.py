@@ -212,6 +212,18 @@ def test_numbers_that_are_not_finite_are_told_of(
             history.read(tmp_path / "run")
 
 
+def test_notes_that_can_not_be_read_end_the_record_and_not_the_run(
+    tmp_path: Path, clock: _Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = _record(tmp_path / "run", clock, step=0.1, end=False)
+    (tmp_path / "run" / "notes").mkdir()
+    recorder.add({0: _progress(310, step=0.1)}, {0: None})
+    assert (recorder.remarks(), recorder.last_checkpoint()) == ([], None)
+    recorder.begin(number=1, node=0, world_size=1, ranks=[0], job_folder=tmp_path)
+    recorder.end(exit_code=0, summary=None, peaks={})
+    assert capsys.readouterr().out.count("the record of this run ends here, but the run continues: [Errno 21]") == 1
+
+
 def test_steps_that_were_left_out_are_told_of(tmp_path: Path, clock: _Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = _record(tmp_path / "run", clock, step=0.1, end=False)
     monkeypatch.setenv("LOCKSTEP_JOB_DIR", str(tmp_path / "run"))

@@ -21,7 +21,9 @@ from lockstep.job.files import JobFiles
 from lockstep.job.flight import Flight
 from lockstep.job.page import PAGE, Phase
 from lockstep.job.trace import BatchTimes, EventKind, EventWriter, RankTrace, batches, is_over
+from lockstep.launch.tracing import Tracer
 from lockstep.rendezvous.clocks import ahead
+from lockstep.rendezvous.messages import Round
 from lockstep.runs import trace as traces
 from lockstep.runs.timeline import Measured, events_of
 from lockstep.runs.trace import BadTrace, Origin, Trace
@@ -258,6 +260,14 @@ def test_batches_of_workers_are_kept_until_the_window_is_over(rank: Path, monkey
     assert name.startswith("worker 1 of loader 0 (")
     assert [batch.position for batch in made] == [2, 3, 4, 5]
     assert batches(rank, 1) == {}
+
+
+def test_events_that_can_not_be_read_end_nothing_and_are_told(tmp_path: Path) -> None:
+    JobFiles(tmp_path).trace(0).mkdir()
+    tracer = Tracer(lambda: tmp_path, home=tmp_path, round_=Round(0, (1,), "", 0), asked=(20, 10))
+    assert tracer.look() == []
+    (told,) = tracer.conclude(steps=40)
+    assert told.startswith("the trace can't be written: [Errno 21] Is a directory")
 
 
 def test_clocks_of_machines_that_meet_are_told_with_their_error() -> None:

@@ -70,6 +70,9 @@ class Notes:
         """Return the notes since the last call; a line that is still incomplete is returned by the next one.
 
         Invalid lines are left out: after a full disk, half a note and the next one share a line.
+
+        Raises:
+            OSError: they can't be read.
         """
         try:
             with open(self._path, "rb") as file:

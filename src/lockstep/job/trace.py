@@ -253,7 +253,11 @@ class RankTrace:
 
 
 def read_head(folder: str | Path, rank: int) -> tuple[int, ...] | None:
-    """Return the numbers at the beginning of a rank's file, by :class:`Head`; None: there is no file yet."""
+    """Return the numbers at the beginning of a rank's file, by :class:`Head`; None: there is no file yet.
+
+    Raises:
+        OSError: it can't be read.
+    """
     try:
         with open(JobFiles(folder).trace(rank), "rb") as file:
             head = file.read(_HEAD)
@@ -264,8 +268,11 @@ def read_head(folder: str | Path, rank: int) -> tuple[int, ...] | None:
 
 
 def is_over(folder: str | Path, rank: int) -> bool:
-    """Return whether a rank's window was opened and closed."""
-    head = read_head(folder, rank)
+    """Return whether a rank's window was opened and closed, as far as that can be seen at this moment."""
+    try:
+        head = read_head(folder, rank)
+    except OSError:
+        return False  # it is asked again
     return head is not None and bool(head[Head.CLOSED])
 
 

@@ -282,12 +282,12 @@ def stack_size(folder: Path, rank: int) -> int:
 
 
 def read_stack(folder: Path, rank: int, *, start: int) -> Stack | None:
-    """Return the stack that a rank has written after byte ``start``, or None if it has written none."""
+    """Return the stack that a rank has written after byte ``start``; None: it has written none, or it can't be read."""
     try:
         with JobFiles(folder).stack(rank).open(errors="replace") as file:
             file.seek(start)
             text = file.read()
-    except FileNotFoundError:
+    except OSError:
         return None
     return parse_stack(text)
 

@@ -92,7 +92,10 @@ class Tracer:
         self._thread.start()
 
     def _opened(self, rank: int) -> bool:
-        head = read_head(self._home, rank)
+        try:
+            head = read_head(self._home, rank)
+        except OSError:
+            return True  # as far as is known; who reads the rest will say what is wrong
         return head is not None and bool(head[Head.OPENED])
 
     def _count_profiles(self) -> int:

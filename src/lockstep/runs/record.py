@@ -279,7 +279,11 @@ class Recorder:
 
     def _take_notes(self) -> bool:
         """Add what ranks have told since the last time; return whether that was anything."""
-        notes = [] if self._notes is None else self._notes.take()
+        try:
+            notes = [] if self._notes is None else self._notes.take()
+        except OSError as error:
+            self._give_up(error)
+            return False
         for note in notes:
             if note["is"] == CHECKPOINT:
                 self._add_checkpoint(note["at"] - self._clock, note["step"])
@@ -355,8 +359,9 @@ class Recorder:
         write_whole(self.make_folder() / f"run{self._suffix}.json", json.dumps(self._about, indent=1) + "\n")
 
     def _give_up(self, error: OSError) -> None:
+        if not self._failed:
+            self._tell(f"the record of this run ends here, but the run continues: {error}")
         self._failed = True
-        self._tell(f"the record of this run ends here, but the run continues: {error}")
 
 
 def end_by(exit_code: int) -> RunEnd:

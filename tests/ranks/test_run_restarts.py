@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import Finished, gone_within, run, start, wait_for
+from tests.launching import Finished, gone_within, own_mount, run, start, wait_for
 
 _TRAIN = """
 import os, signal
@@ -67,6 +67,44 @@ def test_the_same_error_at_the_same_step_stops_the_job(tmp_path: Path) -> None:
     assert done.code == 1
     assert done.err.count("all ranks start again") == 1
     assert "not restarted: the same failure happened twice, on rank 1 at step 7, and would happen again" in done.err
+
+
+#: Fills the folder for temporary files, and is killed.
+_FILLS = """
+        if world.rank == 1 and saved.step == 6:
+            try:
+                for number in range(1000):
+                    open(os.path.join(os.environ["TMPDIR"], str(number)), "x").close()
+            except OSError:
+                os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--nnodes", "1:2", "--rdzv", "file:."]])
+def test_a_restart_that_finds_no_place_for_its_files_is_told_after_the_failure(
+    options: list[str], tmp_path: Path, temporary: Path
+) -> None:
+    (tmp_path / "train.py").write_text(_TRAIN.format(trouble=_FILLS.strip(), workers=0))
+    argv = ["lockstep", "run", "-n", "2", "--max-restarts", "1", *options, "train.py"]
+    mounted = own_mount(temporary, "nr_inodes=100")
+    done = run(argv, tmp_path, torch=True, before=mounted, TMPDIR=str(temporary), LOCKSTEP_TIMES="0.2")
+    assert done.code == 128 + signal.SIGKILL, done
+    _, failed, rest = done.err.partition("lockstep: rank 1 of 2 failed: killed by signal 9 (SIGKILL)\n")
+    assert failed, done.err
+    assert f"lockstep: not restarted: the job's files can't be written in {temporary}" in rest
+    assert "No space left on device; the disk is full: free space, or choose another folder" in rest
+    assert "lockstep: the last checkpoint is of step 4\n" in rest
+
+
+def test_a_restart_whose_logs_can_not_be_written_is_told_after_the_failure(tmp_path: Path) -> None:
+    trouble = """
+        if world.rank == 1 and saved.step == 6:
+            open("logs/restart-1", "x")  # in the way of a folder
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = _run(tmp_path, trouble, "--max-restarts", "1", "--log-dir", "logs")
+    assert done.code == 128 + signal.SIGKILL, done
+    assert "lockstep: not restarted: the ranks' logs can't be written to logs: File exists; name another" in done.err
 
 
 @pytest.mark.parametrize("torch", [True, False])

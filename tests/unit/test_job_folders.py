@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.errors import LaunchError
 from lockstep.job.workers import AtWork, processes
 from lockstep.launch.folders import JobFolder
 
@@ -130,4 +132,22 @@ def test_folders_that_other_jobs_remove_meanwhile(home: Path) -> None:
         over.set()
         for each in others:
             each.join()
+    assert list(home.iterdir()) == []
+
+
+def test_a_place_where_no_folder_can_be_made_or_locked_is_an_error_that_names_another(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(tempfile, "tempdir", "/proc")
+        with pytest.raises(LaunchError, match=r"no folder for the job's files: No such file .*; name .* with TMPDIR"):
+            JobFolder()
+
+    def without_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    with monkeypatch.context() as without:
+        without.setattr(fcntl, "flock", without_locks)
+        with pytest.raises(LaunchError, match=r"no folder for the job's files: No locks available; .* with TMPDIR"):
+            JobFolder()
     assert list(home.iterdir()) == []

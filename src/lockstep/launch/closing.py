@@ -18,7 +18,7 @@ class LastWord(enum.Enum):
     NOTHING = enum.auto()
     #: The modules that ranks need could not be imported, or there was no process for a rank.
     NOT_STARTED = enum.auto()
-    #: The machines could not meet, or could not continue together.
+    #: The machines could not meet, or could not continue together, or the ranks could not be started again.
     REFUSED = enum.auto()
     #: The ranks were asked to stop, and have saved.
     SAVED = enum.auto()
@@ -73,7 +73,7 @@ class JobEnd:
     meeting: bool = False
     #: True if the zygote could not import the ranks' modules, or fork a rank.
     broken: bool = False
-    #: The exit code where the machines could not meet, or continue together; None: they could.
+    #: The exit code where the machines could not meet, or continue together, or start again; None: they could.
     refused_with: int | None = None
 
 

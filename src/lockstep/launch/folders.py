@@ -33,23 +33,31 @@ class JobFolder:
         """Make the folder, and remove abandoned ones.
 
         Raises:
-            LaunchError: no folder for temporary files can be written.
+            LaunchError: no folder for temporary files can be written and locked.
         """
         try:
             _remove_abandoned(Path(tempfile.gettempdir()))
+            while not self._make():
+                pass
         except OSError as error:
             raise LaunchError(
                 f"no folder for the job's files: {error.strerror or error}; name a writable one with TMPDIR"
             ) from error
-        while True:
-            self.path = tempfile.mkdtemp(prefix=_PREFIX)
+
+    def _make(self) -> bool:
+        """Make the folder, and return whether it is held: another job may have found it in between, and removed it."""
+        self.path = tempfile.mkdtemp(prefix=_PREFIX)
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, self.path, ignore_errors=True)
             try:
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except FileNotFoundError:
-                continue
-            if _locks(self._lock) and os.path.exists(self.path):
-                return
-            os.close(self._lock)
+                return False
+            undo.callback(os.close, self._lock)
+            is_held = _locks(self._lock) and os.path.exists(self.path)
+            if is_held:
+                undo.pop_all()
+            return is_held
 
     def remove(self) -> None:
         """Remove the folder with all that is in it. Does nothing the second time."""

@@ -80,15 +80,14 @@ class Attempt:
         self.folder = Path(home) / str(number)
         try:
             self.folder.mkdir(mode=0o700)
+            self._pages = Pages(self.folder, round_.world_size)
         except FileNotFoundError as error:
             raise LaunchError(f"the job's folder {home} was removed: the ranks can't start again") from error
+        except OSError as error:
+            raise LaunchError(f"the job's files can't be written in {home}: {describe(error)}") from error
         self.local_rank = {rank: local_rank for local_rank, rank in enumerate(round_.local_ranks)}
         self.policy = Policy(self.local_rank, grace=grace)
         self._files = JobFiles(self.folder)
-        try:
-            self._pages = Pages(self.folder, round_.world_size)
-        except OSError as error:
-            raise LaunchError(f"the job's files can't be written in {home}: {describe(error)}") from error
         #: Lends the terminal to ranks at a breakpoint.
         self.lender = Lender(self._pages, round_.local_ranks, terminal=terminal)
         self._ras = RasAddress.of_job()
@@ -409,12 +408,16 @@ class Launcher:
             self.zygote.signal(order.ranks, order.signum)
 
     def renew(self, round_: Round) -> Attempt:
-        """Begin another attempt; the one before has ended."""
-        number = self.attempt.number + 1
-        self._end_start()
+        """Begin another attempt; the one before has ended.
+
+        Raises:
+            LaunchError: its files can't be written; the one before is still the last.
+        """
         self._tell(self._end_trace())
+        attempt = self._attempt(round_, number=self.attempt.number + 1)
+        self._end_start()
         self.attempt.close()
-        self.attempt = self._attempt(round_, number=number)
+        self.attempt = attempt
         self._record_start()
         return self.attempt
 

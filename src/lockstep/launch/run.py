@@ -205,7 +205,7 @@ class _Run:
         self._last_round, self._job = -1, ""
         #: Why this machine could not go on with the last round; empty: it could.
         self._lost = ""
-        #: Why the machines will not meet again, and the exit code for that; empty: they may.
+        #: Why the machines will not meet again, or not start again, and the exit code for that; empty: they may.
         self._refused, self._refused_with = "", 1
         #: Rendezvous clients that were lost since the machines last met.
         self._lost_clients = 0
@@ -537,10 +537,20 @@ class _Run:
             verdict = replace(verdict, what_now="all ranks start again when there are enough machines")
         told = self._say_verdict(verdict)
         self._launcher.notify(Notice.RESTART, told, code=verdict.failure.get("code"))
-        if self._others is None:
+        if self._others is not None:
+            self._meet(self._others)
+            return
+        try:
             round_ = self._spec.round(*_master(self._spec), number=attempt.round.number + 1)
             self._logs.restart = self._launcher.renew(round_).number
-        self._begin()
+            self._fork_all()
+        except LaunchError as error:
+            self._stay_down(error, verdict)
+
+    def _stay_down(self, error: LaunchError, verdict: Verdict) -> None:
+        """End this machine's part of the job, whose ranks can't be started again; ``verdict``: on their last start."""
+        self._refused, self._refused_with = f"not restarted: {error}", verdict.exit_code
+        self._finish()
 
     # The other machines ------------------------------------------------------------------------------------------
 
@@ -621,9 +631,16 @@ class _Run:
             self._told_of_machines = machines
             say(machines, once=machines)
         console.met()
-        if self._launcher.policy.stopped_by is None:
+        if self._launcher.policy.stopped_by is not None:
+            return
+        verdict = self._verdict
+        try:
             self._logs.restart = self._launcher.renew(round_).number - 1
             self._fork_all()
+        except LaunchError as error:
+            if verdict is None:  # they have not been started before
+                raise
+            self._stay_down(error, verdict)
 
     def _on_waiting(self, waiting: int, now: float) -> None:
         """Let machines that wait join, if the ranks can save before, and if it is time."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pwd
+import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +72,64 @@ def test_the_newest_jobs_are_kept_and_the_running_ones(tmp_path: Path) -> None:
     assert oldest.name in left
     assert len(left) == KEPT + 2
     running.close()
+
+
+@pytest.mark.parametrize("step", ["open", "flock"])
+def test_a_folder_that_another_job_prunes_before_it_is_held_is_made_again(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pruned: list[Path] = []
+
+    def prune_first(module: Any, name: str) -> None:
+        original = getattr(module, name)
+
+        def prune(*args: Any) -> Any:
+            if not pruned:
+                pruned.extend((tmp_path / "lockstep/logs").iterdir())
+                pruned[0].rmdir()
+            return original(*args)
+
+        monkeypatch.setattr(module, name, prune)
+
+    logs = LogFolder(None, program="train", env={"XDG_STATE_HOME": str(tmp_path)})
+    prune_first(*{"open": (os, "open"), "flock": (fcntl, "flock")}[step])
+    made = logs.make()
+    monkeypatch.undo()
+    _write(logs, 1, b"x")
+    assert [made] == pruned
+    assert _is_held(made)
+    logs.close()
+    assert not _is_held(made)
+
+
+def test_a_folder_is_held_by_who_prunes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "lockstep/logs"
+    for number in range(KEPT):
+        (home / f"20200101-0000{number:02}-old-abcdef").mkdir(parents=True)
+    remove, removed = shutil.rmtree, []
+
+    def held(path: Path) -> None:
+        assert _is_held(path)
+        removed.append(path.name)
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", held)
+    logs = LogFolder(None, program="train", env={"XDG_STATE_HOME": str(tmp_path)})
+    _write(logs, 1, b"x")
+    logs.close()
+    assert removed == ["20200101-000000-old-abcdef"]
+
+
+def _is_held(folder: Path) -> bool:
+    """Whether a job holds or prunes it, so that no other would prune it."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def test_a_given_folder_is_used_as_it_is(tmp_path: Path) -> None:

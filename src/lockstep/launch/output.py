@@ -469,12 +469,19 @@ class LogFolder:
         return path
 
     def _make_in(self, home: Path, name: str) -> Path:
+        """Make a folder, and hold it so that no other job prunes it; one that did so in between has it made again."""
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = home / name
-        path.mkdir(mode=0o700)
-        self._lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(self._lock, fcntl.LOCK_SH)  # while it is held, another job does not prune this one
-        return path
+        while True:
+            path.mkdir(mode=0o700)
+            with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as undo:
+                lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                undo.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_SH)
+                path.stat()  # it is there
+                undo.pop_all()
+                self._lock = lock
+                return path
 
 
 def _has_text(log: Path) -> bool:
@@ -487,17 +494,10 @@ def _has_text(log: Path) -> bool:
 def _prune(home: Path) -> None:
     jobs = sorted((folder.name for folder in home.iterdir() if _OURS.fullmatch(folder.name)), reverse=True)
     for name in jobs[KEPT:]:
-        with contextlib.suppress(OSError):  # another job may be removing it as well
-            if not _in_use(home / name):
+        with contextlib.suppress(OSError):  # it is in use, or another job is removing it as well
+            fd = os.open(home / name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(home / name)
-
-
-def _in_use(folder: Path) -> bool:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+            finally:
+                os.close(fd)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pty
+import subprocess
+import sys
 import termios
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,3 +150,55 @@ def test_a_machine_without_a_terminal_tells_of_others(pages: Pages) -> None:
     assert not lender.prompting
     _is(pages, 3, Debugging.EVALUATES)
     assert _turn(lender) == []
+
+
+_IN_A_SESSION = """
+import fcntl, os, subprocess, sys, termios
+from lockstep.debugger.lender import Lender, from_the_background
+from lockstep.debugger.terminal import LentTerminal
+from lockstep.job.page import REQUEST, Cell, Debugging, Pages
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+pages = Pages(sys.argv[1], 1)
+{what}
+print(os.tcgetpgrp(0) == os.getpgrp())
+"""
+#: The launcher gives the terminal again to a rank that has left its group and has not said so yet.
+_GIVES = """
+rank = subprocess.Popen(["sleep", "1000"])
+lender = Lender(pages, range(1), terminal=0)
+for state in (Debugging.ASKS, Debugging.PROMPTS):
+    pages.set(0, Cell.DEBUGGER, REQUEST + state)
+    lender.look(0.0)
+    lender.lend()
+lender.give_again(rank.pid)
+rank.kill()
+rank.wait()
+"""
+#: A rank that leaves its group, which gets the terminal again at the last moment.
+_LEAVES = """
+job = os.getpgrp()
+rank = os.fork()
+if rank == 0:
+    os.setpgid(0, 0)
+    lent, leave = LentTerminal(pages, 0), os.setpgid
+    lent._terminal, lent._job = os.open("/dev/tty", os.O_RDWR), job
+    def give_and_leave(pid, group):
+        with from_the_background():
+            os.tcsetpgrp(0, os.getpid())
+        leave(pid, group)
+    os.setpgid = give_and_leave
+    lent._leave()
+    os._exit(0 if os.getpgrp() == job else 1)
+assert os.waitpid(rank, 0)[1] == 0
+"""
+
+
+@pytest.mark.parametrize("what", [_GIVES, _LEAVES], ids=["seen by the launcher", "seen by the rank"])
+def test_a_rank_that_leaves_as_it_gets_the_terminal_again_leaves_it_to_the_job(
+    what: str, tmp_path: Path, terminal: int
+) -> None:
+    argv = [sys.executable, "-c", _IN_A_SESSION.format(what=what), str(tmp_path)]
+    done = subprocess.run(
+        argv, stdin=terminal, capture_output=True, text=True, start_new_session=True, timeout=30, check=False
+    )
+    assert done.stdout == "True\n", done.stderr

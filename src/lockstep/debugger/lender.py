@@ -176,6 +176,9 @@ class Lender:
         with contextlib.suppress(OSError):  # (the terminal may be gone, or the rank)
             if os.tcgetpgrp(0) == os.getpgrp():
                 os.tcsetpgrp(0, pid)
+                if os.getpgid(pid) != pid:  # it has left its group, too soon to see that the terminal is there again
+                    with from_the_background():
+                        os.tcsetpgrp(0, os.getpgrp())
                 os.kill(pid, signal.SIGCONT)
 
     @property

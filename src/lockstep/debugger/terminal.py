@@ -161,13 +161,17 @@ class LentTerminal:
         self._streams = _Streams(self._terminal)
 
     def _leave(self) -> None:
-        """Return the terminal to the job, and this process to its group."""
+        """Return this process to the job's group, and the terminal to the job.
+
+        In this order: what the launcher gives again to a group that is left, it takes back itself.
+        """
         if self._terminal is None:
             return
-        with contextlib.suppress(OSError), from_the_background():  # (the terminal may be gone)
-            if os.tcgetpgrp(self._terminal) == os.getpgrp():  # and not another rank's
-                os.tcsetpgrp(self._terminal, self._job)
+        own = os.getpgrp()
         os.setpgid(0, self._job)
+        with contextlib.suppress(OSError), from_the_background():  # (the terminal may be gone)
+            if os.tcgetpgrp(self._terminal) == own:  # and not another rank's
+                os.tcsetpgrp(self._terminal, self._job)
         os.close(self._terminal)
         self._terminal = None
         if self._on_interrupt is not None:

@@ -44,8 +44,9 @@ os.environ[knobs.QUIET] = "1"
 # Who runs the tests in the background or under nohup makes them ignore signals, and the jobs they start inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    signal.signal(signal.SIGHUP, lambda *_: None)  # which a program that is started does not inherit
+for ignored in (signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        signal.signal(ignored, lambda *_: None)  # which a program that is started does not inherit
 
 with suppress(ImportError):  # which is not there where other libraries are tested
     from hypothesis import settings

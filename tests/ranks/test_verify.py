@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launching import Finished, gone_within, killed_afterwards, run, start, wait_for
+from tests.launching import LIMIT, Finished, gone_within, killed_afterwards, run, start, wait_for
 from tests.schemas import holds
 
 _SCRIPTS = Path(__file__).with_name("verified")
@@ -247,7 +249,7 @@ def test_large_models_are_compared_by_every_nth_number_and_digests_of_all(tmp_pa
     assert (done.code, found["verdict"]) == (0, "equal bits"), done
 
 
-@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_ends_all_of_it(tmp_path: Path, temporary: Path, asked: signal.Signals) -> None:
     script = _write(tmp_path, "import time\nopen('here', 'w').close()\ntime.sleep(600)\n")
     with start(["lockstep", "verify", str(script)], tmp_path, torch=True, cold=True, TMPDIR=str(temporary)) as job:
@@ -409,6 +411,108 @@ def test_files_are_put_back_after_a_failure_and_an_interrupt_as_well(tmp_path: P
         assert job.finish().code == 128 + signal.SIGINT
     assert (tmp_path / "last.pt").read_text() == "mine"
     assert not (tmp_path / "here").exists()
+
+
+#: The command with another program for launcher, rank and script, and with ``CHANGE`` before it begins.
+_COMMAND = """
+import os, signal, subprocess, sys
+from lockstep import _proc
+from lockstep.cli import main
+from lockstep.tools.verify import putback, runs
+runs.COMMAND = (sys.executable, "-c", LAUNCHER)
+CHANGE
+main(["verify", *sys.argv[1:]], prog_name="lockstep")
+"""
+
+#: It changes last.pt as a script would.
+_LAUNCHER = """
+import os, signal, sys, time
+from pathlib import Path
+from lockstep.tools.verify.putback import Journal
+home = Path(sys.argv[sys.argv.index("lockstep.tools.verify.observed") + 1]).parent
+Journal(home / "journal").will_write("last.pt")
+Path("last.pt").write_text("theirs")
+"""
+
+
+def _verify_by(launcher: str, change: str, folder: Path, temporary: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "last.pt").write_text("mine")
+    script = _write(folder, "")
+    command = _COMMAND.replace("LAUNCHER", repr(_LAUNCHER + launcher)).replace("CHANGE", change)
+    words = [sys.executable, "-c", command, str(script)]
+    env = os.environ | {"TMPDIR": str(temporary)}
+    return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=LIMIT)
+
+
+def test_a_second_ctrl_c_waits_until_the_ranks_have_ended_and_files_are_put_back(
+    tmp_path: Path, temporary: Path
+) -> None:
+    """It comes when the launcher was asked to end, which is free to do so by what the command does after that."""
+    os.mkfifo(tmp_path / "free")
+    launcher = """
+def leave(*_):
+    open("free").close()
+    Path("last.pt").write_text("theirs, at the end")
+    os._exit(75)
+signal.signal(signal.SIGTERM, leave)
+os.kill(os.getppid(), signal.SIGINT)
+while True:
+    signal.pause()
+"""
+    change = """
+class Popen(subprocess.Popen):
+    def terminate(self):
+        super().terminate()
+        self.asked = True
+    def wait(self, timeout=None):
+        if hasattr(self, "asked"):
+            signal.raise_signal(signal.SIGINT)
+            open("free", "w").close()
+        return super().wait(timeout)
+subprocess.Popen = Popen
+def put_back(folder):
+    assert not _proc.children(os.getpid()), "there is somebody who may write yet"
+    return putback.put_back(folder)
+runs.put_back = put_back
+"""
+    done = _verify_by(launcher, change, tmp_path, temporary)
+    assert (done.returncode, (tmp_path / "last.pt").read_text()) == (128 + signal.SIGINT, "mine"), done
+    assert "ending the run on one rank, and putting back the files" in done.stderr
+    assert "somebody" not in done.stderr
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_while_a_file_is_put_back_waits_until_it_is(
+    tmp_path: Path, temporary: Path, asked: signal.Signals
+) -> None:
+    change = f"""
+copy = putback.shutil.copyfileobj
+def copyfileobj(*args):
+    signal.raise_signal({asked:d})
+    copy(*args)
+putback.shutil.copyfileobj = copyfileobj
+"""
+    done = _verify_by("", change, tmp_path, temporary)
+    assert (done.returncode, (tmp_path / "last.pt").read_text()) == (128 + asked, "mine"), done
+
+
+def test_ranks_without_a_launcher_have_ended_when_files_are_put_back(tmp_path: Path, temporary: Path) -> None:
+    launcher = """
+rank = os.fork()
+if rank:
+    Path("rank").write_text(str(rank))
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+    change = """
+def put_back(folder):
+    print("writes yet" if _proc.started(int(open("rank").read())) else "has ended")
+    return putback.put_back(folder)
+runs.put_back = put_back
+"""
+    done = _verify_by(launcher, change, tmp_path, temporary)
+    assert done.stdout == "has ended\n", done
 
 
 def test_what_other_programs_write_is_told(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def verify(
     from lockstep.tools.verify import report, runs
     from lockstep.tools.verify.compare import FindingKind
 
-    for signum in (signal.SIGTERM, signal.SIGHUP):
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup
             signal.signal(signum, _leave)
     with errors(ValueError):
@@ -98,5 +98,5 @@ def verify(
 
 
 def _leave(signum: int, _frame: FrameType | None) -> None:
-    """End the command, as the signal asks; the run under way is ended on the way out."""
+    """End the command, as the signal asks; a run under way has ended by then, and its files are put back."""
     sys.exit(128 + signum)

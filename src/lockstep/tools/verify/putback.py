@@ -9,7 +9,7 @@ where it always does, and each file is copied before the script changes it. Pyth
 is opened for writing, removed or moved, before that happens, whether by the script, its libraries, or the worker
 processes that it forks. The hook adds a line to a journal that the ranks of a run share (under a lock, so that the
 first of them copies what the others would overwrite), and the command undoes the lines from the last to the first when
-the run is over, however it ended.
+the run is over, however it ended: no rank writes any more then, and signals that end the command wait until it is done.
 
 The hook does not see writes outside of Python: by libraries in other languages (those of torch and safetensors are
 wrapped by name), and by programs that the script starts. So the command also scans the script's folder before and

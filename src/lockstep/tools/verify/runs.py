@@ -12,10 +12,12 @@ import functools
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,6 +36,10 @@ from lockstep.tools.verify.records import Assignment, Observation
 COMMAND: Sequence[str] = (sys.executable, "-m", "lockstep")
 #: Seconds that a launcher has to end its ranks and itself after SIGTERM.
 _PATIENCE = 15.0
+#: Seconds that the zygote of a launcher which is gone has to end the ranks: it takes less by itself.
+_LEFTOVER_PATIENCE = 2.0
+#: Seconds between two looks at a launcher.
+_TICK = 0.05
 #: Lines of a failed run's output that are repeated.
 _LINES = 12
 #: Runs that keep numbers beside those on several ranks: the first, a second one, two that are nudged. As many again
@@ -136,6 +142,7 @@ def verify(asked: VerifyOptions, folder: Path, tell: Callable[[str], None]) -> R
         CannotVerify: a run failed, took longer than its limit, or took no step.
     """
     check_program(asked.program)
+    processes.become_subreaper()  # ranks that have lost their launcher become this process's, which ends them
     runs = _Runs(asked, folder, tell)
     found = _compare(runs, asked, asked.ranks)
     random = [each.ranks for each in found if any(reason.is_random for reason in each.reasons)]
@@ -283,10 +290,11 @@ class _Runs:
         assignment = Assignment(str(home), self._asked.steps, max(1, self._numbers), nudge, names_operations, alike)
         assignment.write(home / "assignment.json")
         begun = time.monotonic()
-        try:
-            code = self._launch(home, ranks, what)
-        finally:
-            self._put_back(home, what)
+        with _held_back() as signals:
+            try:
+                code = self._launch(home, ranks, what, signals)
+            finally:
+                self._put_back(home, what)
         seconds = time.monotonic() - begun
         found = Observation.read(home, ranks)
         why = self._why_useless(found, home, code, what)
@@ -325,7 +333,8 @@ class _Runs:
         untrained = None if self.result.runs else compare.why_untrained(found)
         return None if untrained is None else f"the run on {what} trains nothing: {untrained}"
 
-    def _launch(self, home: Path, ranks: int, what: str) -> int:
+    def _launch(self, home: Path, ranks: int, what: str, signals: Sequence[int]) -> int:
+        """Start a run, wait for its end or for a signal, and return the exit code; nothing is left running."""
         command = [
             *COMMAND,
             "run",
@@ -350,15 +359,27 @@ class _Runs:
                 preexec_fn=functools.partial(processes.die_with_parent, os.getpid()),
             )
             try:
-                return process.wait(self._asked.timeout)
-            except subprocess.TimeoutExpired:
+                self._wait(process, home, ranks, what, signals)
+            finally:
+                _end(process)
+            return process.returncode
+
+    def _wait(
+        self, process: subprocess.Popen[bytes], home: Path, ranks: int, what: str, signals: Sequence[int]
+    ) -> None:
+        """Wait for a launcher's end, or for a signal that comes into the list."""
+        limit = time.monotonic() + self._asked.timeout
+        while process.poll() is None and not signals:
+            if time.monotonic() > limit:
                 steps = counted(Observation.read(home, ranks).steps, "step")
                 raise CannotVerify(
                     f"the run on {what} was stopped after {self._asked.timeout:g} s, the limit (--timeout), and "
                     f"{steps}; fewer steps (--steps) take less"
-                ) from None
-            finally:
-                _end(process)
+                )
+            time.sleep(_TICK)
+        if signals:
+            with suppress(OSError):  # the terminal is gone, which has sent the signal
+                self._tell(f"ending the run on {what}, and putting back the files that the script has changed")
 
     def _last_lines(self, home: Path) -> str:
         if self._asked.shows:
@@ -395,8 +416,30 @@ def _why_no_step(found: Observation) -> str:
     return text
 
 
+@contextmanager
+def _held_back() -> Iterator[list[int]]:
+    """Hold back the signals that end the command: the first of them acts when this context is left without an error.
+
+    From the start of a run until its files are put back an exception might come before the ranks have ended, or when a
+    file is half written.
+
+    Yields:
+        the signals that have come so far.
+    """
+    came: list[int] = []
+    ending = {*processes.STOPPING} - processes.ignored(processes.STOPPING)
+    before = {signum: signal.signal(signum, lambda found, _frame: came.append(found)) for signum in ending}
+    try:
+        yield came
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+    if came:
+        signal.raise_signal(came[0])
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher that runs, and wait for it: it takes its ranks with it."""
+    """End a launcher that runs, and wait for it and its ranks, which it takes with it if it has the time."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -404,6 +447,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    processes.sweep(patience=_LEFTOVER_PATIENCE)  # see Note [No orphans] in launch/processes.py
 
 
 def _output(home: Path) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -428,9 +430,9 @@ main(["verify", *sys.argv[1:]], prog_name="lockstep")
 _LAUNCHER = """
 import os, signal, sys, time
 from pathlib import Path
-from lockstep.tools.verify.putback import Journal
+from lockstep.tools.verify.putback import Journal, journal_of
 home = Path(sys.argv[sys.argv.index("lockstep.tools.verify.observed") + 1]).parent
-Journal(home / "journal").will_write("last.pt")
+Journal(journal_of(home)).will_write("last.pt")
 Path("last.pt").write_text("theirs")
 """
 
@@ -495,6 +497,22 @@ putback.shutil.copyfileobj = copyfileobj
 """
     done = _verify_by("", change, tmp_path, temporary)
     assert (done.returncode, (tmp_path / "last.pt").read_text()) == (128 + asked, "mine"), done
+
+
+def test_a_file_that_cannot_be_put_back_is_kept_and_told(tmp_path: Path, temporary: Path) -> None:
+    launcher = """
+os.unlink("last.pt")
+os.makedirs("last.pt/made by another program")
+"""
+    done = _verify_by(launcher, "", tmp_path, temporary)
+    assert done.returncode == 2, done
+    (words,) = (shlex.split(line) for line in done.stderr.splitlines() if line.startswith("  cp"))
+    (folder,) = temporary.iterdir()
+    assert f"{folder} has the copies of files that were not put back" in done.stderr
+    assert [*folder.iterdir()] == [Path(words[2]).parent], "only the journal is left"
+    shutil.rmtree(tmp_path / "last.pt")
+    subprocess.run(words, check=True)
+    assert (tmp_path / "last.pt").read_text() == "mine"
 
 
 def test_ranks_without_a_launcher_have_ended_when_files_are_put_back(tmp_path: Path, temporary: Path) -> None:

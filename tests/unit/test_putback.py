@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -49,6 +52,40 @@ def test_what_was_moved_into_a_new_folder_by_another_program_is_left_and_told(tm
     assert left.startswith(str(made))
     assert (made / "old.pt").read_text() == "mine"
     assert not (made / "written.h5").exists()
+
+
+def test_a_file_that_is_not_put_back_has_a_copy_until_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [tmp_path / "first.pt", tmp_path / "last.pt"]
+    journal = Journal(tmp_path / "journal")
+    for path in paths:
+        path.write_text(f"mine, {path.name}")
+        journal.will_write(path)
+        path.write_text("theirs")
+
+    def fills_the_disk(source: BinaryIO, file: BinaryIO, *_: object) -> None:
+        content = source.read()
+        file.write(content[:4])
+        if b"last" in content:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file.write(content[4:])
+
+    with monkeypatch.context() as here:
+        here.setattr(shutil, "copyfileobj", fills_the_disk)
+        done = put_back(tmp_path / "journal")
+    assert (done.files, done.left) == ([str(paths[0])], {str(paths[1]): "No space left on device"})
+    assert paths[0].read_text() == "mine, first.pt"
+    assert {path: copy.read_text() for path, copy in done.kept.items()} == {str(paths[1]): "mine, last.pt"}
+    assert put_back(tmp_path / "journal").left[str(paths[0])] == "No such file or directory", "its copy is gone"
+    assert paths[1].read_text() == "mine, last.pt"
+
+
+def test_a_link_that_is_not_put_back_is_told_with_its_target(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    path.symlink_to("best.pt")
+    Journal(tmp_path / "journal").will_write(path, follows=False)
+    path.unlink()
+    path.mkdir()  # by another program
+    assert put_back(tmp_path / "journal").left == {str(path): "Is a directory; it was a link to best.pt"}
 
 
 def test_a_file_of_which_the_disk_holds_no_copy_is_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import tempfile
 from pathlib import Path
 from types import FrameType
 
@@ -88,8 +87,8 @@ def verify(
             keep=int(keep * 2**20),
             shows=show_output,
         )
-        with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
-            result = runs.verify(asked, Path(folder), say)
+        with runs.own_folder(say) as folder:
+            result = runs.verify(asked, folder, say)
             told = as_json("verify", report.as_json(result))
             click.echo(told if str(json_file) == "-" else report.describe(result))
             if json_file is not None and str(json_file) != "-":

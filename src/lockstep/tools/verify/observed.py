@@ -13,7 +13,7 @@ from lockstep import knobs
 from lockstep._files import redirect
 from lockstep.identity import Identity
 from lockstep.launch import rank as program
-from lockstep.tools.verify.putback import Journal
+from lockstep.tools.verify.putback import Journal, journal_of
 from lockstep.tools.verify.records import Assignment
 
 
@@ -62,7 +62,7 @@ def _keep_what_is_changed(folder: Path) -> None:
     import torch
 
     job = knobs.job_dir()
-    journal = Journal(folder / "journal", [folder] if job is None else [folder, job])
+    journal = Journal(journal_of(folder), [folder] if job is None else [folder, job])
     journal.announce(torch, "save", 1, "f")
     journal.announce(torch.jit, "save", 1, "f")
     for module in (safetensors, *filter(None, map(sys.modules.get, ("safetensors.torch", "safetensors.numpy")))):

@@ -11,6 +11,9 @@ processes that it forks. The hook adds a line to a journal that the ranks of a r
 first of them copies what the others would overwrite), and the command undoes the lines from the last to the first when
 the run is over, however it ended: no rank writes any more then, and signals that end the command wait until it is done.
 
+A copy goes once its content is back in the file, and the journal's folder only when all of them have gone: a disk may
+be full, or a folder may be where the file was. Then the user is told what to copy back, and nothing else runs.
+
 The hook does not see writes outside of Python: by libraries in other languages (those of torch and safetensors are
 wrapped by name), and by programs that the script starts. So the command also scans the script's folder before and
 after, and reports files that have changed. Caches are left: files that were compiled or downloaded there help the next
@@ -39,6 +42,8 @@ from lockstep.errors import LockstepError
 from lockstep.text import as_size
 
 _LINES, _LOCK = "journal.jsonl", "lock"
+#: The suffix of a journal's folder.
+JOURNAL = ".journal"
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 #: Bytes of the disk that copies leave free.
 _FREE = 1 << 28
@@ -55,6 +60,12 @@ class TooLarge(LockstepError):
     """The script is about to change a file of which no copy fits on the disk."""
 
     code = "too-large-to-put-back"
+
+
+class NotPutBack(LockstepError):
+    """Files that the script has changed can't be written as they were before."""
+
+    code = "not-put-back"
 
 
 # In a rank ------------------------------------------------------------------------------------------------------------
@@ -267,12 +278,19 @@ class PutBack:
 
     #: Files that are as they were before the run.
     files: list[str] = field(default_factory=list)
-    #: Files that are not as they were, in words, with the reason where it is known.
-    left: list[str] = field(default_factory=list)
+    #: Files that are not as they were, with the reason.
+    left: dict[str, str] = field(default_factory=dict)
+    #: The copies of files whose former content is nowhere else.
+    kept: dict[str, Path] = field(default_factory=dict)
+
+
+def journal_of(home: Path) -> Path:
+    """Return the folder of the journal of the run in the folder ``home``, beside it."""
+    return home.with_suffix(JOURNAL)
 
 
 def put_back(folder: str | Path) -> PutBack:
-    """Undo the changes in the journal of ``folder``, the last line first."""
+    """Undo the changes in the journal of ``folder``, the last line first; copies go as soon as their files are back."""
     result, home = PutBack(), Path(folder)
     lines = home / _LINES
     entries = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
@@ -281,7 +299,11 @@ def put_back(folder: str | Path) -> PutBack:
         try:
             was_there = _undo(entry, home)
         except OSError as error:
-            result.left.append(f"{path} ({error.strerror})")
+            result.left[path] = error.strerror or str(error)
+            if entry["what"] == "link":
+                result.left[path] += f"; it was a link to {entry['target']}"
+            elif entry["what"] == "changed" and (copy := home / entry["copy"]).exists():
+                result.kept[path] = copy
             continue
         if was_there and entry["what"] != "folder" and path not in result.files:
             result.files.append(path)
@@ -338,19 +360,30 @@ def _clear(folder: str, made: float) -> None:
 
 
 def _restore(copy: Path, path: str, owner: Sequence[int]) -> None:
-    """Write a file's former content into it: it stays the same file, with its owner and its other names."""
+    """Write a file's former content into it: it stays the same file, with its owner and its other names.
+
+    The copy is removed once the content is back.
+    """
     if os.path.islink(path):
         os.unlink(path)
-    if os.path.isfile(path):
+    if is_there := os.path.isfile(path):
         with open(copy, "rb") as source, open(path, "r+b") as file:
-            file.truncate(0)
             shutil.copyfileobj(source, file, 1 << 20)
+            file.truncate()
+    else:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(copy, "rb") as source, open(path, "xb", opener=_private) as file:
+            shutil.copyfileobj(source, file, 1 << 20)
+    try:
+        if not is_there and os.geteuid() == 0:
+            os.chown(path, *owner)
         shutil.copystat(copy, path)
-        return
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    shutil.copy2(copy, path)
-    if os.geteuid() == 0:
-        os.chown(path, *owner)
+    finally:
+        os.unlink(copy)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 class Lookout:

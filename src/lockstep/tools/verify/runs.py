@@ -11,10 +11,12 @@ from __future__ import annotations
 import functools
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,7 +30,7 @@ from lockstep.launch.spec import Program, check_program
 from lockstep.text import counted, joined, listed
 from lockstep.tools.verify import compare
 from lockstep.tools.verify.compare import Distance, FindingKind, Judgement, Nudged, Stage, judge, measure
-from lockstep.tools.verify.putback import Lookout, put_back
+from lockstep.tools.verify.putback import JOURNAL, Lookout, NotPutBack, journal_of, put_back
 from lockstep.tools.verify.reasons import Reason, explain, whole_batch_each
 from lockstep.tools.verify.records import Assignment, Observation
 
@@ -129,6 +131,30 @@ class Result:
         return max((each.judgement.kind for each in self.contrasts), key=order.index)
 
 
+@contextmanager
+def own_folder(tell: Callable[[str], None]) -> Iterator[Path]:
+    """Make an empty folder (0700) for a verification, and remove it in the end.
+
+    A journal that is still there stays: it has the only copies of files that were not put back.
+
+    Args:
+        tell: shows a line.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))
+    try:
+        yield folder
+    finally:
+        found = [*folder.iterdir()]
+        has_copies = any(each.suffix == JOURNAL for each in found)
+        for each in found:
+            if each.suffix != JOURNAL:
+                shutil.rmtree(each, ignore_errors=has_copies)  # the error that names them is worth more
+        if has_copies:
+            tell(f"{folder} has the copies of files that were not put back: remove it once they are")
+        else:
+            folder.rmdir()
+
+
 def verify(asked: VerifyOptions, folder: Path, tell: Callable[[str], None]) -> Result:
     """Run the script as often as needed, and compare.
 
@@ -140,6 +166,7 @@ def verify(asked: VerifyOptions, folder: Path, tell: Callable[[str], None]) -> R
     Raises:
         ValueError: the program can't be run.
         CannotVerify: a run failed, took longer than its limit, or took no step.
+        NotPutBack: files that a run has written can't be put back.
     """
     check_program(asked.program)
     processes.become_subreaper()  # ranks that have lost their launcher become this process's, which ends them
@@ -306,14 +333,22 @@ class _Runs:
 
     def _put_back(self, home: Path, what: str) -> None:
         """Undo the script's changes to files; see Note [Put back] in putback.py."""
-        done = put_back(home / "journal")
-        shutil.rmtree(home / "journal", ignore_errors=True)
+        done = put_back(journal_of(home))
+        if not done.kept:
+            shutil.rmtree(journal_of(home), ignore_errors=True)
         self.result.put_back += [path for path in done.files if path not in self.result.put_back]
         changed = [path for path in self._lookout.changed() if path not in done.left]
-        for path in [*done.left, *changed]:
+        for path in [*(f"{path} ({why})" for path, why in done.left.items()), *changed]:
             if path not in self.result.left:
                 self.result.left.append(path)
                 self._tell(f"{what}: not as it was before: {path}")
+        if done.kept:
+            copies = "\n".join(f"  {shlex.join(['cp', '-p', str(copy), path])}" for path, copy in done.kept.items())
+            raise NotPutBack(
+                f"{counted(len(done.kept), 'file')} could not be put back after the run on {what} "
+                f"({listed([*dict.fromkeys(done.left[path] for path in done.kept)])}), so no other run can begin as it "
+                f"did. Once nothing is in the way, copy what was there before:\n{copies}"
+            )
 
     def _why_useless(self, found: Observation, home: Path, code: int, what: str) -> str | None:
         """Return why there is nothing to compare in a run, if so."""

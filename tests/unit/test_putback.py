@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 from pathlib import Path
 from typing import BinaryIO
@@ -77,6 +78,28 @@ def test_a_file_that_is_not_put_back_has_a_copy_until_it_is(tmp_path: Path, monk
     assert {path: copy.read_text() for path, copy in done.kept.items()} == {str(paths[1]): "mine, last.pt"}
     assert put_back(tmp_path / "journal").left[str(paths[0])] == "No such file or directory", "its copy is gone"
     assert paths[1].read_text() == "mine, last.pt"
+
+
+def test_a_line_that_was_cut_off_belongs_to_a_file_that_was_not_changed(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("first.pt", "second.pt", "third.pt")]
+    ranks, lines = [Journal(tmp_path / "journal") for _ in range(2)], tmp_path / "journal" / "journal.jsonl"
+    for path in paths:
+        path.write_text(f"mine, {path.name}")
+    ranks[0].will_write(paths[0])
+    paths[0].write_text("theirs")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (lines.stat().st_size + 20, limits[1]))  # as on a disk that is full
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            ranks[0].will_write(paths[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    ranks[1].will_write(paths[2])
+    paths[2].write_text("theirs")
+    with lines.open("a") as file:
+        file.write('\n{"what": "changed", "pa')  # where a rank was killed
+    assert put_back(tmp_path / "journal").files == [str(paths[0]), str(paths[2])]
+    assert [path.read_text() for path in paths] == [f"mine, {path.name}" for path in paths]
 
 
 def test_a_link_that_is_not_put_back_is_told_with_its_target(tmp_path: Path) -> None:

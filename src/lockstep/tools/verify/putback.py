@@ -33,7 +33,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -225,8 +225,8 @@ class Journal:
         if lines.exists() and lines.stat().st_size > self._read:
             with open(lines) as file:
                 file.seek(self._read)
-                for line in file.read().splitlines():
-                    self._learn(json.loads(line))
+                for line in _complete(file.read()):
+                    self._learn(line)
             self._read = lines.stat().st_size
 
     def _learn(self, line: dict[str, Any]) -> None:
@@ -234,13 +234,24 @@ class Journal:
             self._known.add(line["path"])
 
     def _add(self, line: dict[str, Any]) -> None:
-        fd = os.open(self._folder / _LINES, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            os.write(fd, json.dumps(line).encode() + b"\n")
-        finally:
-            os.close(fd)
+        with open(self._folder / _LINES, "ab", opener=_private) as file:
+            file.write(b"\n" + json.dumps(line).encode())  # (after what may be half a line)
         self._learn(line)
         self._read = os.stat(self._folder / _LINES).st_size
+
+
+def _complete(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a journal.
+
+    One may be cut off, by a full disk or because its process was killed: then the file was not changed.
+    """
+    for line in text.splitlines():
+        with suppress(json.JSONDecodeError):
+            yield json.loads(line)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _caches() -> list[str]:
@@ -293,8 +304,8 @@ def put_back(folder: str | Path) -> PutBack:
     """Undo the changes in the journal of ``folder``, the last line first; copies go as soon as their files are back."""
     result, home = PutBack(), Path(folder)
     lines = home / _LINES
-    entries = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
-    for entry in reversed(entries):
+    entries = _complete(lines.read_text()) if lines.exists() else ()
+    for entry in reversed([*entries]):
         path = entry["path"]
         try:
             was_there = _undo(entry, home)
@@ -380,10 +391,6 @@ def _restore(copy: Path, path: str, owner: Sequence[int]) -> None:
         shutil.copystat(copy, path)
     finally:
         os.unlink(copy)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 class Lookout:

@@ -80,6 +80,41 @@ def test_a_file_that_is_not_put_back_has_a_copy_until_it_is(tmp_path: Path, monk
     assert paths[1].read_text() == "mine, last.pt"
 
 
+def test_files_that_are_changed_after_a_folder_was_moved_have_copies_of_their_own(tmp_path: Path) -> None:
+    journal, moved = Journal(tmp_path / "journal"), tmp_path / "moved"
+    moved.mkdir()
+    paths = [moved / "first.pt", tmp_path / "last.pt"]
+    for path in paths:
+        path.write_text(f"mine, {path.name}")
+    journal.will_write(paths[0])
+    paths[0].write_text("theirs")
+    journal.will_move(str(moved), str(tmp_path / "away"))
+    moved.rename(tmp_path / "away")
+    journal.will_write(paths[1])
+    paths[1].write_text("theirs")
+    put_back(tmp_path / "journal")
+    assert [path.read_text() for path in paths] == [f"mine, {path.name}" for path in paths]
+
+
+@pytest.mark.parametrize("mover", [0, 1])
+def test_a_folder_that_takes_the_place_of_another_brings_files_that_have_no_copy(tmp_path: Path, mover: int) -> None:
+    ranks = [Journal(tmp_path / "journal") for _ in range(2)]
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / "last.pt").write_text(f"mine, {folder.name}")
+    ranks[0].will_write(here / "last.pt")
+    (here / "last.pt").unlink()
+    ranks[mover].will_remove(str(here))
+    here.rmdir()
+    ranks[mover].will_move(str(there), str(here))
+    there.rename(here)
+    ranks[0].will_write(here / "last.pt")
+    (here / "last.pt").write_text("theirs")
+    put_back(tmp_path / "journal")
+    assert [(folder / "last.pt").read_text() for folder in (here, there)] == ["mine, here", "mine, there"]
+
+
 def test_a_line_that_was_cut_off_belongs_to_a_file_that_was_not_changed(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("first.pt", "second.pt", "third.pt")]
     ranks, lines = [Journal(tmp_path / "journal") for _ in range(2)], tmp_path / "journal" / "journal.jsonl"

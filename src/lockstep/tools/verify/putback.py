@@ -157,7 +157,6 @@ class Journal:
                 if os.path.lexists(second):
                     self._keep_folder(second)
                 self._add({"what": "moved", "path": second, "from": first})
-                self._known = {each for each in self._known if not each.startswith(first + os.sep)}
             elif os.path.lexists(first):
                 self._keep(first)
                 self._keep(second)
@@ -199,7 +198,7 @@ class Journal:
                     f"while it is verified, and {self._folder} has no room for it ({as_size(max(free, 0))}): "
                     "set TMPDIR to a larger disk, or let the script write elsewhere"
                 )
-            copy = f"{len(self._known)}-{os.getpid()}"
+            copy = str(self._read)  # where its line begins
             shutil.copy2(where, self._folder / copy)
             self._add({"what": "changed", "path": where, "copy": copy, "owner": [found.st_uid, found.st_gid]})
 
@@ -232,6 +231,9 @@ class Journal:
     def _learn(self, line: dict[str, Any]) -> None:
         if line["what"] in ("made", "changed", "link"):
             self._known.add(line["path"])
+        elif line["what"] == "moved":  # other files may be there now
+            ends = (line["from"] + os.sep, line["path"] + os.sep)
+            self._known = {each for each in self._known if not each.startswith(ends)}
 
     def _add(self, line: dict[str, Any]) -> None:
         with open(self._folder / _LINES, "ab", opener=_private) as file:

@@ -342,6 +342,10 @@ if world.rank == 0:
     os.mkdir("older")
     os.remove("notes.txt")
     shutil.rmtree("cleared")
+    os.remove("alias.txt")
+    os.link("data.txt", "alias.txt")
+    with open("alias.txt", "a") as file:
+        file.write("and theirs")
 world.barrier()
 model = torch.nn.Linear(4, 2)
 if os.path.exists("last.pt"):
@@ -387,7 +391,8 @@ def test_what_the_script_writes_is_put_back_and_every_run_begins_alike(tmp_path:
         torch.save(first, tmp_path / name)
     (tmp_path / "last.safetensors").write_bytes(b"mine")
     (tmp_path / "log.txt").write_text("an earlier line\n")
-    (tmp_path / "notes.txt").write_text("keep me")
+    for name in ("notes.txt", "data.txt", "alias.txt"):
+        (tmp_path / name).write_text(f"keep me: {name}")
     (tmp_path / "link.pt").symlink_to("best.pt")
     for folder in ("older", "cleared/below"):
         (tmp_path / folder).mkdir(parents=True)

@@ -80,6 +80,49 @@ def test_a_file_that_is_not_put_back_has_a_copy_until_it_is(tmp_path: Path, monk
     assert paths[1].read_text() == "mine, last.pt"
 
 
+def test_another_file_that_has_got_the_name_is_not_written_over(tmp_path: Path) -> None:
+    best, last = tmp_path / "best.pt", tmp_path / "last.pt"
+    for path in (best, last):
+        path.write_text(f"mine, {path.name}")
+        path.chmod(0o640)
+    journal = Journal(tmp_path / "journal")
+    journal.will_write(last)
+    last.unlink()
+    journal.will_link(best, last)
+    os.link(best, last)
+    assert put_back(tmp_path / "journal").files == [str(last)]
+    assert [path.read_text() for path in (best, last)] == ["mine, best.pt", "mine, last.pt"]
+    assert last.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_file_that_is_written_under_a_name_that_the_run_gave_it_is_put_back(tmp_path: Path) -> None:
+    path, name = tmp_path / "last.pt", tmp_path / "name.pt"
+    path.write_text("mine")
+    journal = Journal(tmp_path / "journal")
+    for _ in range(2):
+        journal.will_link(path, name)
+        os.link(path, name)
+        journal.will_write(name)
+        name.write_text("theirs")
+        journal.will_write(name)
+        name.unlink()
+    put_back(tmp_path / "journal")
+    assert (path.read_text(), name.exists()) == ("mine", False)
+
+
+def test_a_file_that_was_moved_and_written_keeps_its_other_names(tmp_path: Path) -> None:
+    path, other, moved = (tmp_path / name for name in ("last.pt", "other.pt", "moved.pt"))
+    path.write_text("mine")
+    os.link(path, other)
+    journal = Journal(tmp_path / "journal")
+    journal.will_move(str(path), str(moved))
+    path.rename(moved)
+    journal.will_write(moved)
+    moved.write_text("theirs")
+    assert put_back(tmp_path / "journal").left == {}
+    assert (other.read_text(), path.stat().st_ino, moved.exists()) == ("mine", other.stat().st_ino, False)
+
+
 def test_files_that_are_changed_after_a_folder_was_moved_have_copies_of_their_own(tmp_path: Path) -> None:
     journal, moved = Journal(tmp_path / "journal"), tmp_path / "moved"
     moved.mkdir()

@@ -87,6 +87,8 @@ class Journal:
         self._read = 0
         #: Paths that need no further line: made in this run, or copied.
         self._known: set[str] = set()
+        #: Names that the run has given to files -> the name that such a file had before.
+        self._names: dict[str, str] = {}
 
     def listen(self) -> None:
         """Follow from now on all files that Python is about to write, also in forked processes."""
@@ -98,7 +100,7 @@ class Journal:
             "os.mkdir": lambda path, _mode=0, at=-1: self.will_make(_below(path, at)),
             "os.rmdir": lambda path, at=-1: self.will_remove(_below(path, at)),
             "os.symlink": lambda _, path, at=-1: self.will_write(path, at=at, follows=False),
-            "os.link": lambda _, path, _at=-1, at=-1: self.will_write(path, at=at, follows=False),
+            "os.link": lambda source, to, at=-1, to_at=-1: self.will_link(_below(source, at), _below(to, to_at)),
             "sqlite3.connect": lambda path, *_: self.will_write(path),
         }
 
@@ -160,6 +162,17 @@ class Journal:
             elif os.path.lexists(first):
                 self._keep(first)
                 self._keep(second)
+                if os.lstat(first).st_nlink > 1:  # moved back it keeps its other names
+                    self._add({"what": "moved", "path": second, "from": first})
+
+    def will_link(self, source: str | Path, to: str | Path) -> None:
+        """Note that a file is about to have another name: what is written under it is written to the file."""
+        first, second = _place(str(source)), _place(str(to))
+        if not self._is_spared(second):
+            with self._alone():
+                self._keep(second)
+                if not self._is_spared(first):
+                    self._add({"what": "linked", "path": second, "from": self._names.get(first, first)})
 
     def will_make(self, path: str) -> None:
         """Note that a folder is about to be made."""
@@ -181,6 +194,9 @@ class Journal:
             self._add({"what": "removed folder", "path": where, "mode": stat.S_IMODE(os.stat(where).st_mode)})
 
     def _keep(self, where: str) -> None:
+        first = self._names.pop(where, None)
+        if first is not None:
+            self._keep(first)
         if where in self._known:
             return
         try:
@@ -200,7 +216,8 @@ class Journal:
                 )
             copy = str(self._read)  # where its line begins
             shutil.copy2(where, self._folder / copy)
-            self._add({"what": "changed", "path": where, "copy": copy, "owner": [found.st_uid, found.st_gid]})
+            owner = [found.st_uid, found.st_gid]
+            self._add({"what": "changed", "path": where, "copy": copy, "owner": owner, "id": _id(found)})
 
     def _is_spared(self, where: str) -> bool:
         parts = where.split(os.sep)
@@ -231,6 +248,8 @@ class Journal:
     def _learn(self, line: dict[str, Any]) -> None:
         if line["what"] in ("made", "changed", "link"):
             self._known.add(line["path"])
+        elif line["what"] == "linked":
+            self._names[line["path"]] = line["from"]
         elif line["what"] == "moved":  # other files may be there now
             ends = (line["from"] + os.sep, line["path"] + os.sep)
             self._known = {each for each in self._known if not each.startswith(ends)}
@@ -250,6 +269,11 @@ def _complete(text: str) -> Iterator[dict[str, Any]]:
     for line in text.splitlines():
         with suppress(json.JSONDecodeError):
             yield json.loads(line)
+
+
+def _id(found: os.stat_result) -> list[int]:
+    """Return what a file keeps while it has another name or other content."""
+    return [found.st_dev, found.st_ino]
 
 
 def _private(path: str, flags: int) -> int:
@@ -340,7 +364,9 @@ def _undo(entry: dict[str, Any], home: Path) -> bool:
             return False
         _clear(path, entry["time"])
     elif what == "changed":
-        _restore(home / entry["copy"], path, entry["owner"])
+        _restore(home / entry["copy"], path, entry)
+    elif what == "linked":
+        return False
     else:
         is_there = os.path.lexists(path)
         if is_there:
@@ -372,27 +398,34 @@ def _clear(folder: str, made: float) -> None:
     os.rmdir(folder)
 
 
-def _restore(copy: Path, path: str, owner: Sequence[int]) -> None:
+def _restore(copy: Path, path: str, entry: dict[str, Any]) -> None:
     """Write a file's former content into it: it stays the same file, with its owner and its other names.
 
-    The copy is removed once the content is back.
+    Another file that is there now goes without being written: it may be one of the user's, which has other names. The
+    copy is removed once the content is back.
     """
-    if os.path.islink(path):
-        os.unlink(path)
-    if is_there := os.path.isfile(path):
-        with open(copy, "rb") as source, open(path, "r+b") as file:
+    with open(copy, "rb") as source:
+        if not (is_there := _is(path, entry["id"])):
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "r+b" if is_there else "xb", opener=_private) as file:
             shutil.copyfileobj(source, file, 1 << 20)
             file.truncate()
-    else:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(copy, "rb") as source, open(path, "xb", opener=_private) as file:
-            shutil.copyfileobj(source, file, 1 << 20)
     try:
         if not is_there and os.geteuid() == 0:
-            os.chown(path, *owner)
+            os.chown(path, *entry["owner"])
         shutil.copystat(copy, path)
     finally:
         os.unlink(copy)
+
+
+def _is(path: str, wanted: list[int]) -> bool:
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(found.st_mode) and _id(found) == wanted
 
 
 class Lookout:

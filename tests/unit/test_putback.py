@@ -123,6 +123,34 @@ def test_a_file_that_was_moved_and_written_keeps_its_other_names(tmp_path: Path)
     assert (other.read_text(), path.stat().st_ino, moved.exists()) == ("mine", other.stat().st_ino, False)
 
 
+def test_a_file_that_cannot_be_looked_at_is_not_taken_for_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "last.pt"
+    path.write_text("mine")
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    journal = Journal(tmp_path / "journal")
+    with monkeypatch.context() as here:
+        here.setattr(os, "lstat", fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            journal.will_write(path)
+    put_back(tmp_path / "journal")
+    assert path.read_text() == "mine"
+
+
+def test_a_removed_folder_has_its_mode_again(tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o2777)
+    Journal(tmp_path / "journal").will_remove(str(folder))
+    folder.rmdir()
+    put_back(tmp_path / "journal")
+    assert folder.stat().st_mode & 0o7777 == 0o2777
+
+
 def test_files_that_are_changed_after_a_folder_was_moved_have_copies_of_their_own(tmp_path: Path) -> None:
     journal, moved = Journal(tmp_path / "journal"), tmp_path / "moved"
     moved.mkdir()

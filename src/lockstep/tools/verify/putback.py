@@ -201,7 +201,7 @@ class Journal:
             return
         try:
             found = os.lstat(where)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             self._add({"what": "made", "path": where})
             return
         if stat.S_ISLNK(found.st_mode):
@@ -358,7 +358,8 @@ def _undo(entry: dict[str, Any], home: Path) -> bool:
     elif what == "removed folder":
         if os.path.isdir(path):
             return False
-        os.makedirs(path, mode=entry["mode"])
+        os.makedirs(path, entry["mode"])
+        os.chmod(path, entry["mode"])  # whatever the umask
     elif what == "folder":
         if not os.path.isdir(path):
             return False

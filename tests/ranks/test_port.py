@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from lockstep.tools.port.port import port_text
-from tests.launching import run
+from tests.launching import LIMIT, run
 from tests.port_forms import LAUNCH, ONE_DEVICE, SPAWN, TORCHRUN
 from tests.schemas import holds
 
@@ -63,3 +66,30 @@ def test_a_script_that_cannot_run_is_said_so(tmp_path: Path) -> None:
     found = holds(done.out, "lockstep.port/1")["verified"]
     assert {each["code"] for each in found} == {"cannot-verify"}
     assert "no_such_function" in found[0]["words"]
+
+
+def test_an_interrupt_leaves_verify_the_time_to_put_files_back(tmp_path: Path) -> None:
+    verify = """
+import os, signal, sys
+def leave(*_):
+    open("put back", "w").close()
+    print("lockstep verify: has the copies", file=sys.stderr)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, leave)
+os.kill(os.getppid(), signal.SIGINT)
+while True:
+    signal.pause()
+"""
+    command = f"""
+import sys
+from lockstep.cli import main
+from lockstep.tools.port import verification
+verification.COMMAND = (sys.executable, "-c", {verify!r})
+main(["port", "--verify", "train.py"], prog_name="lockstep")
+"""
+    (tmp_path / "train.py").write_text(TORCHRUN)
+    words = [sys.executable, "-c", command]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=LIMIT)
+    assert done.returncode == 128 + signal.SIGINT, done
+    assert "lockstep verify: has the copies" in done.stderr
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["put back", "train.py"]

@@ -73,11 +73,19 @@ def verify_both(port: Port, request: VerifyRequest) -> list[Verified]:
 def _verify(which: str, script: Path, request: VerifyRequest) -> Verified:
     options = ["-n", request.ranks, "--steps", request.steps, "--timeout", request.timeout, "--json", "-"]
     command = [*COMMAND, "verify", *map(str, options), str(script), *request.args]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    with subprocess.Popen(
+        command, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            out, err = process.communicate()
+        except KeyboardInterrupt:
+            process.terminate()  # (subprocess.run would kill it) it puts back what the script has changed,
+            print(process.communicate()[1], end="", file=sys.stderr)  # or says where copies are
+            raise
     try:
-        told = json.loads(done.stdout)
+        told = json.loads(out)
     except json.JSONDecodeError:
-        lines = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()
+        lines = (err.strip() or f"exit code {process.returncode}").splitlines()
         return Verified(which, "cannot-verify", f"could not be verified: {lines[-1]}")
     if "verdict" not in told:
         return Verified(which, told["code"], f"could not be verified: {' '.join(told['message'].split())}")

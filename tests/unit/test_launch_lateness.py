@@ -8,8 +8,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -19,10 +20,12 @@ import pytest
 from lockstep import _proc
 from lockstep.job.files import JobFiles
 from lockstep.job.hang import HangKind, HangVerdict, Standstill
-from lockstep.job.page import Phase
+from lockstep.job.page import STACK_SIGNAL, Pages, Phase
 from lockstep.launch import evidence, lateness
 from lockstep.launch.evidence import Frame, Stillness
+from lockstep.launch.hangs import HangWatch
 from lockstep.launch.lateness import Known
+from lockstep.launch.policy import RankState
 from tests.launching import wait_for
 from tests.unit.test_job_hang import NOW, _look
 
@@ -341,3 +344,135 @@ def test_a_rank_in_the_garbage_collector_is_named_so_and_keeps_its_stack(tmp_pat
     text = lateness.describe_late(HangVerdict(HangKind.LATE, (1,), (), NOW - 7), {1: late}, now=NOW, world_size=2)
     assert "  Python's garbage collector is running" in text
     assert text.splitlines()[-1].startswith("next: call gc.freeze() ")
+
+
+_TAKES_STEPS = """
+import os, sys, threading
+from lockstep.job import flight
+from lockstep.job.page import STACK_SIGNAL, Phase
+page = flight.take(sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+for _ in range(3):
+    page.took_step()
+"""
+_WAITS = f"""{_TAKES_STEPS}
+page.begin_wait("averaging gradients")
+print("ready", flush=True)
+threading.Event().wait(300)
+"""
+_LOCKS = """
+page.enter(Phase.SAVE)
+lock = threading.Lock()
+lock.acquire()
+print("ready", flush=True)
+lock.acquire()
+"""
+
+
+class _Watched:
+    """Two ranks, each a process, and their launcher's watch over them; the clock and the question are the test's."""
+
+    def __init__(self, hangs: HangWatch, pids: list[int]) -> None:
+        self.hangs, self.pids = hangs, pids
+        self.asked: list[int] = []
+        self._states = {rank: RankState(rank, pid) for rank, pid in enumerate(pids)}
+        self._now = time.monotonic()
+
+    def look(self, seconds: float) -> list[str]:
+        """What is said so many seconds after the look before."""
+        self._now += seconds
+        return self.hangs.look(self._states, self._now, ask=self._ask)
+
+    def until_asked(self) -> None:
+        """Look once a second until the ranks are asked for their stacks, which nobody sends on."""
+        for _ in range(20):
+            assert self.look(1.0) == []
+            if self.asked:
+                break
+        assert self.asked == [0, 1]
+
+    def answer(self, *ranks: int) -> None:
+        """Send the question on, and wait until it is answered."""
+        for rank in ranks:
+            os.kill(self.pids[rank], STACK_SIGNAL)
+            file = self.hangs._files.stack(rank)
+            wait_for(lambda file=file: "in <module>" in file.read_text(), "the stack")  # type: ignore[misc]
+
+    def _ask(self, ranks: Iterable[int], signum: int) -> None:
+        assert signum == STACK_SIGNAL
+        self.asked += ranks
+
+
+@contextmanager
+def _watched(folder: Path, *programs: str) -> Iterator[_Watched]:
+    with ExitStack() as stack:
+        pages = stack.enter_context(closing(Pages(folder, 2)))
+        pids = [stack.enter_context(_running(each, str(folder), str(rank))) for rank, each in enumerate(programs)]
+        for pid in pids:
+            _until_asleep(pid)
+        yield _Watched(HangWatch(JobFiles(folder), pages, range(2), world_size=2, shortest=1.0), pids)
+
+
+def _lines(said: list[str]) -> list[str]:
+    (text,) = said
+    assert text.startswith("rank 1 of 2 has held up the others for "), text
+    return text.splitlines()
+
+
+_NO_ANSWER = "  (it did not answer when asked for its Python stack)"
+_SLEEPS = f"{_TAKES_STEPS}\nprint('ready', flush=True)\nthreading.Event().wait(300)"
+
+
+def test_a_report_waits_for_all_stacks_that_were_asked_for(tmp_path: Path) -> None:
+    with _watched(tmp_path, _WAITS, _SLEEPS) as ranks:
+        ranks.until_asked()
+        assert ranks.look(0.5) == [], "the question has not come to any rank"
+        ranks.answer(0)
+        assert [ranks.look(0.5), ranks.look(0.5)] == [[], []]
+        ranks.answer(1)
+        assert ranks.look(0.01) == [], "more may come"
+        lines = _lines(ranks.look(0.2))
+        assert any(line.endswith("in <module>") for line in lines), lines
+        assert _NO_ANSWER not in lines
+
+
+def test_a_report_does_not_wait_for_a_rank_that_can_not_answer(tmp_path: Path) -> None:
+    with _watched(tmp_path, _WAITS, _SLEEPS) as ranks:
+        os.kill(ranks.pids[1], signal.SIGSTOP)
+        wait_for(lambda: (stat := _proc.stat(ranks.pids[1])) is not None and stat.state == "T", "the stop")
+        ranks.until_asked()
+        ranks.answer(0)
+        assert ranks.look(0.01) == []
+        assert _NO_ANSWER in _lines(ranks.look(0.2))
+
+
+def test_a_report_does_not_wait_long_for_a_rank_that_does_not_answer(tmp_path: Path) -> None:
+    with _watched(tmp_path, _WAITS, _SLEEPS) as ranks:
+        ranks.until_asked()
+        assert ranks.look(1.9) == []
+        assert _NO_ANSWER in _lines(ranks.look(0.2))
+
+
+def test_a_rank_that_is_locked_stays_so_while_it_answers(tmp_path: Path) -> None:
+    answers = """
+import faulthandler, signal
+def answer(*_):
+    faulthandler.dump_traceback(stacks)
+    while True:
+        pass
+stacks = open(os.path.join(sys.argv[1], "stack-1"), "a")
+signal.signal(STACK_SIGNAL, answer)
+"""
+    with _watched(tmp_path, _WAITS, _TAKES_STEPS + answers + _LOCKS) as ranks:
+        ranks.until_asked()
+        ranks.answer(0, 1)
+        assert _proc.stat(ranks.pids[1]).state == "R"  # type: ignore[union-attr]
+        assert ranks.look(0.01) == []
+        assert any(line.endswith("in <module>") for line in _lines(ranks.look(0.2)))
+
+
+def test_ranks_that_did_not_answer_are_asked_again_soon(tmp_path: Path) -> None:
+    with _watched(tmp_path, _SLEEPS, _SLEEPS) as ranks:
+        ranks.until_asked()
+        assert [ranks.look(0.5) for _ in range(5)] == [[]] * 5, "nobody waits for anybody, as far as is known"
+        ranks.asked.clear()
+        ranks.until_asked()

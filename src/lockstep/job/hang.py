@@ -29,8 +29,9 @@ A rank whose page does change is at work, not stuck, and is reported only after 
 These are seconds without a sign of life, so work of any length that goes through lockstep (a loader's batches,
 a model's forwards) raises no alarm as long as it moves.
 
-Before the report the stacks of all ranks are looked at. A late rank that sits in a debugger is left alone; one that
-computes in a model outside of a step (an average of weights on rank 0, say) evaluates, and has its minute.
+Before the report the stacks of all ranks are looked at, once they have written them. A late rank that sits in a
+debugger is left alone; one that computes in a model outside of a step (an average of weights on rank 0, say) evaluates,
+and has its minute.
 
 A rank whose device is still in the latest backward waits, too: Note [Waiting for a device] in device_wait.py. It may
 have a long kernel of its own. So where all wait in this way no rank is late, and where some do, the ranks have a minute

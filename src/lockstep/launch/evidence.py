@@ -7,13 +7,14 @@ import os
 import platform
 import re
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep import _proc
 from lockstep.job.files import JobFiles
 from lockstep.job.hang import Standstill
+from lockstep.job.page import STACK_SIGNAL
 from lockstep.job.workers import Fetching
 
 # What the kernel says of a process -----------------------------------------------------------------------------------
@@ -220,6 +221,10 @@ _PYTEST = tuple(f"/_pytest/{name}.py" for name in ("python", "fixtures"))
 #: is mostly work; a rank that sleeps in it waits for what its hooks have asked of other ranks.)
 _COLLECTIVES = ("/torch/distributed/", "/lockstep/comm/")
 _ENGINE = "/torch/autograd/"
+#: Seconds for ranks to answer: they do so in a signal handler, at once if they and the zygote get a processor.
+_ANSWER = 2.0
+#: Seconds without another byte after which what a rank has written is all of its answer.
+_WHOLE = 0.1
 
 
 @dataclass(frozen=True)
@@ -279,6 +284,50 @@ def stack_size(folder: Path, rank: int) -> int:
         return JobFiles(folder).stack(rank).stat().st_size
     except FileNotFoundError:
         return 0
+
+
+class Answers:
+    """The stacks that ranks are asked for: where each begins in its file, and whether all of them are there.
+
+    To be made before the ranks are asked, and looked at every few hundredths of a second.
+
+    Args:
+        folder: the private folder of their start.
+        ranks: whose files are remembered.
+        asked: rank -> its process, of those that are asked.
+        now: on the monotonic clock.
+    """
+
+    def __init__(self, folder: Path, ranks: Iterable[int], *, asked: Mapping[int, int], now: float) -> None:
+        self._folder, self._asked = folder, asked
+        #: Rank -> the offset of its answer in its file.
+        self.begins = {rank: stack_size(folder, rank) for rank in ranks}
+        self._sizes, self._grown, self._end = dict(self.begins), now, now + _ANSWER
+
+    def look(self, now: float) -> None:
+        """Look whether more has been written."""
+        sizes = {rank: stack_size(self._folder, rank) for rank in self.begins}
+        if sizes != self._sizes:
+            self._sizes, self._grown = sizes, now
+
+    def are_in(self, now: float) -> bool:
+        """Return whether there is nothing more to wait for, or no more time."""
+        self.look(now)
+        return now >= self._end or (now - self._grown >= _WHOLE and not self.missing())
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not answered, and may still do so."""
+        return [
+            rank for rank, pid in self._asked.items() if self._sizes[rank] <= self.begins[rank] and _can_answer(pid)
+        ]
+
+
+def _can_answer(pid: int) -> bool:
+    """Return whether a process may still write its stack: not one that a signal or a debugger has stopped, that is
+    frozen or dead, or that has no handler."""
+    stat = _proc.stat(pid)
+    halted = stat is None or stat.is_dead or stat.state in "Tt" or _proc.is_frozen(pid)
+    return not halted and _proc.catches(pid, STACK_SIGNAL)
 
 
 def read_stack(folder: Path, rank: int, *, start: int) -> Stack | None:

@@ -32,7 +32,7 @@ from lockstep.job.hang import (
 from lockstep.job.page import STACK_SIGNAL, Cell, Look, Mark, Pages, Phase, Text
 from lockstep.job.summary import Summary
 from lockstep.launch import evidence, lateness
-from lockstep.launch.evidence import ProcessFacts, Stillness
+from lockstep.launch.evidence import Answers, ProcessFacts, Stillness
 from lockstep.launch.lateness import Known
 from lockstep.launch.policy import RankState
 from lockstep.launch.ras import RasAddress, RasQuestion
@@ -54,8 +54,8 @@ class _Suspicion:
 
     verdict: HangVerdict
     at: float
-    #: Rank -> the offset of its new stack in its file; then rank -> the kernel's facts at that moment.
-    begins: dict[int, int]
+    answers: Answers
+    #: Rank -> the kernel's facts when it was asked.
     facts: dict[int, ProcessFacts | None]
 
 
@@ -147,6 +147,8 @@ class HangWatch:
         """See which of the ranks have moved. It takes some microseconds; call it when it is due."""
         ranks = self._ranks
         self._looker.look(self._pages.all(Cell.MARK)[ranks.start : ranks.stop], now, debugging=self._pages.debugging)
+        if self._asked is not None:
+            self._asked.answers.look(now)
         if self._ledger.is_due(now) and min(self._pages.all(Cell.STEPS)[ranks.start : ranks.stop]) > WARM:
             self._ledger.add(self.known(now), now=now, looks=self._looker.looks)
 
@@ -223,7 +225,7 @@ class HangWatch:
         if self._verdict is not None:
             return self._see_whether_over(states, now) or self._hear_of_nccl()
         if self._asked is not None:
-            return self._answered(states, now)
+            return self._answered(self._asked, states, now) if self._asked.answers.are_in(now) else []
         self._look_at_processes(states, now)
         verdict = self._compare(states, now)
         if verdict is not None and now >= self._quiet_until.get(verdict.kind, now):
@@ -320,7 +322,7 @@ class HangWatch:
             quiet = state.exit_code is None and now - self._moved(rank) >= knobs.times().unmoved
             if not quiet or state.pid is None:
                 self._still[rank], self._standstills[rank] = Stillness(), None
-            else:
+            elif self._asked is None or self._standstills[rank] is not Standstill.LOCKED:  # (the question wakes it up)
                 self._standstills[rank] = self._still[rank].look(
                     state.pid, now, announced=bool(look.reason), waits=look.waits
                 )
@@ -361,19 +363,16 @@ class HangWatch:
         ask: Callable[[Iterable[int], int], None],
     ) -> None:
         alive = {rank: state.pid for rank, state in states.items() if state.pid is not None and state.exit_code is None}
-        self._asked = _Suspicion(
-            verdict,
-            now,
-            begins={rank: evidence.stack_size(self._files.folder, rank) for rank in states},
-            facts={rank: evidence.facts(pid) for rank, pid in alive.items()},
-        )
+        facts = {rank: evidence.facts(pid) for rank, pid in alive.items()}
+        asked = {rank: pid for rank, pid in alive.items() if self._looks[rank].mark.phase is not Phase.LEAVING}
+        awaited = {rank: pid for rank, pid in asked.items() if self._standstills[rank] is not Standstill.UNREACHABLE}
+        self._asked = _Suspicion(verdict, now, Answers(self._files.folder, states, asked=awaited, now=now), facts)
         # (The zygote leaves out those that have no handler for it: Note [Asked while leaving] in processes.py.)
-        ask([rank for rank in alive if self._looks[rank].mark.phase is not Phase.LEAVING], STACK_SIGNAL)
+        ask(asked, STACK_SIGNAL)
 
-    def _answered(self, states: Mapping[int, RankState], now: float) -> list[str]:
-        asked, self._asked = self._asked, None
-        assert asked is not None
+    def _answered(self, asked: _Suspicion, states: Mapping[int, RankState], now: float) -> list[str]:
         self._look_at_processes(states, now)
+        self._asked = None
         if self._has_gone_on(asked.verdict, states, now):
             return []
         known = {rank: self._known(state, asked) for rank, state in states.items()}
@@ -388,9 +387,11 @@ class HangWatch:
         if verdict is not None and self._others and asked.verdict.kind is HangKind.STILL and not verdict.late:
             verdict = None
         if verdict is None:
-            # A rank at a standstill is suspected again soon, since the others may only now come to wait for it.
+            # A rank at a standstill is suspected again soon, since the others may only now come to wait for it; and so
+            # is one of which nothing is known, since it did not answer in time.
             halted = any(self._standstills.get(rank) is not None for rank in asked.verdict.late)
-            self._quiet_until[asked.verdict.kind] = now + (self._shortest if halted else _PAUSE)
+            soon = halted or bool(asked.answers.missing())
+            self._quiet_until[asked.verdict.kind] = now + (self._shortest if soon else _PAUSE)
             return []
         excused = [r for r in verdict.late if _is_excused(known[r], asked, held=now - verdict.since, now=now)]
         if excused:
@@ -403,7 +404,7 @@ class HangWatch:
         self._reported = self._marks()
         self.finding = lateness.describe_hang(verdict, known, now=now, world_size=self._world_size)
         self.text = lateness.describe_late(verdict, known, now=now, world_size=self._world_size)
-        self.reported = ReportedHang(verdict, now, self.text, asked.begins)
+        self.reported = ReportedHang(verdict, now, self.text, asked.answers.begins)
         self._files.mark_late(self.text)
         if self._ras is not None and any(known[rank].look.on_device for rank in verdict.waiting):
             self._question = RasQuestion(self._ras)
@@ -441,7 +442,7 @@ class HangWatch:
         facts = evidence.facts(state.pid) if alive and state.pid is not None else None
         if facts is not None:
             facts = replace(facts, standstill=self._standstills.get(rank))
-        stack = evidence.read_stack(self._files.folder, rank, start=asked.begins[rank]) if alive else None
+        stack = evidence.read_stack(self._files.folder, rank, start=asked.answers.begins[rank]) if alive else None
         return Known(rank, state.pid, state.exit_code, self._looks[rank], self._moved(rank), facts, stack)
 
     def _see_whether_over(self, states: Mapping[int, RankState], now: float) -> list[str]:

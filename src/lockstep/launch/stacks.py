@@ -12,12 +12,9 @@ from lockstep import _proc
 from lockstep.errors import LockstepError
 from lockstep.job.files import JobFiles
 from lockstep.job.page import STACK_SIGNAL, Cell, Mark, Pages, Phase
-from lockstep.launch.evidence import stack_size
+from lockstep.launch.evidence import Answers
 from lockstep.runs.history import Run
 from lockstep.text import which_ranks
-
-#: Seconds for a rank to write its stacks: it does so in its signal handler, at once unless it stands still.
-_PATIENCE = 2.0
 
 
 def stacks_of(run: Run, rank: int | None) -> Iterator[tuple[int, int | None, str]]:
@@ -50,23 +47,18 @@ def _ask(folder: Path, rank: int, pid: int | None, *, world_size: int) -> str:
     try:
         if _is_leaving(folder, rank, world_size=world_size) or not _proc.catches(pid, STACK_SIGNAL):
             return f"process {pid} does not answer: it has not begun yet, or is leaving"
-        before = stack_size(folder, rank)
+        answers = Answers(folder, [rank], asked={rank: pid}, now=time.monotonic())
         signal.pidfd_send_signal(process, STACK_SIGNAL)  # see Note [Asked while leaving] in processes.py
-        deadline, size = time.monotonic() + _PATIENCE, before
-        while time.monotonic() < deadline:
+        while not answers.are_in(time.monotonic()):
             time.sleep(0.02)
-            now = stack_size(folder, rank)
-            if now > before and now == size:  # all of it is there
-                break
-            size = now
         with JobFiles(folder).stack(rank).open("rb") as stacks:
-            stacks.seek(before)
+            stacks.seek(answers.begins[rank])
             text = stacks.read().decode(errors="replace").rstrip()
     except (FileNotFoundError, ProcessLookupError):
         return f"process {pid} has ended"
     finally:
         os.close(process)
-    return text or f"process {pid} has not answered within {_PATIENCE:g} s: it may be stopped (kill -CONT {pid})"
+    return text or f"process {pid} has not answered: it may be stopped (kill -CONT {pid})"
 
 
 def _is_leaving(folder: Path, rank: int, *, world_size: int) -> bool:

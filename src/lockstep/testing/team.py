@@ -37,8 +37,6 @@ FOLLOWING = 5.0
 _IMPORTS = 300.0
 #: Seconds for ranks that are killed, or for what they have left behind to be ended.
 _ENDING = 30.0
-#: Seconds for ranks to write their stacks: they do so in a signal handler, at once unless they stand still.
-_ANSWER = 2.0
 #: Seconds that processes which outlive their rank have to leave by themselves.
 _LEAVING = 1.0
 
@@ -330,17 +328,18 @@ class _CallUnderWay:
         """Find out where the ranks are that still run, and end them."""
         self._stopped, self._finding = why, self._attempt.hangs.finding
         ranks, folder = self._alive, self._attempt.folder
-        begins = {rank: evidence.stack_size(folder, rank) for rank in ranks}
-        asked = [rank for rank in ranks if self._attempt.look(rank).mark.phase is not Phase.LEAVING]
-        self._team.signal(asked, STACK_SIGNAL)
-        end, sizes = time.monotonic() + _ANSWER, begins
-        while time.monotonic() < end:
+        pids = {rank: self._attempt.policy.states[rank].pid for rank in ranks}
+        asked = {
+            rank: pid
+            for rank, pid in pids.items()
+            if pid is not None and self._attempt.look(rank).mark.phase is not Phase.LEAVING
+        }
+        answers = evidence.Answers(folder, ranks, asked=asked, now=time.monotonic())
+        self._team.signal([*asked], STACK_SIGNAL)
+        while not answers.are_in(time.monotonic()):
             time.sleep(0.02)
-            before, sizes = sizes, {rank: evidence.stack_size(folder, rank) for rank in ranks}
-            if sizes == before and all(sizes[rank] > begins[rank] for rank in asked):
-                break
         for rank in ranks:
-            self._where[rank] = self._describe(rank, begins[rank])
+            self._where[rank] = self._describe(rank, answers.begins[rank])
         self._kill()
 
     def _describe(self, rank: int, begin: int) -> str:

@@ -12,7 +12,7 @@ import pytest
 from lockstep.job.files import EXIT_SAVED, FailureRecord, StopNote
 from lockstep.launch import causes
 from lockstep.launch.evidence import MachineFacts
-from lockstep.launch.policy import Ending, KilledFor, RankState
+from lockstep.launch.policy import Ending, KilledFor, Policy, RankState
 from lockstep.launch.report import Outcome, describe, stopped
 
 _NOT_KNOWN = MachineFacts(
@@ -85,6 +85,19 @@ def test_a_death_by_signal_comes_before_what_it_caused() -> None:
     killed = _ending(1, -SIGSEGV, 5.05)
     echo = _ending(0, 1, 5.1, raised="RuntimeError: peer left", raised_at=5.0)
     assert _first(echo, killed) == 1
+
+
+def test_a_death_that_is_noticed_together_with_its_echo_comes_before_it() -> None:
+    policy = Policy(range(2), grace=10)
+    policy.exited(0, 1, at=5.3)  # in the order in which they were forked
+    policy.exited(1, -SIGKILL, at=5.3)
+    error = FailureRecord(0, 5.1, 1, "lockstep.errors.PeerLost", "rank 1 is gone", "")
+    assert _first(Ending(policy.states[0], error), Ending(policy.states[1], None)) == 1
+
+
+def test_an_echo_comes_after_a_death_that_is_noticed_late() -> None:
+    echo = _ending(0, 1, 9.1, raised="lockstep.errors.PeerLost: rank 1 is gone", raised_at=5.1, stopped_at=9.0)
+    assert _first(echo, _ending(1, -SIGKILL, 9.0)) == 1
 
 
 def test_ranks_that_were_stopped_did_not_fail() -> None:

@@ -303,11 +303,12 @@ class Ending:
 
     @property
     def failed_by_itself(self) -> bool:
-        """Whether it failed before it was told to stop."""
-        stopped = self.state.stopped_at
-        if self.record is not None:
-            return stopped is None or self.record.at < stopped
-        return self.state.exit_code not in (None, 0) and (stopped is None or self._seen < stopped)
+        """Whether it failed before it was told to stop; also if its end was noticed together with the one for which it
+        was to stop, since the order of those is chance."""
+        if self.record is None and self.state.exit_code in (None, 0):
+            return False
+        at = self._seen if self.record is None else self.record.at
+        return self.state.stopped_at is None or at <= self.state.stopped_at
 
     @property
     def was_killed(self) -> bool:
@@ -315,10 +316,10 @@ class Ending:
         return self.state.exit_code == -signal.SIGKILL
 
     @property
-    def when(self) -> float:
-        """When it failed; an echo of another's failure comes after everything within the same half second."""
-        at = self.record.at if self.record is not None else self._seen - _NOTICED_LATE
-        return at + FAILURE_GRACE if self.is_echo else at
+    def order(self) -> tuple[bool, float]:
+        """The order of failures is that of their times; but an echo of another's failure comes after all that are none,
+        since a death may be noticed late."""
+        return self.is_echo, self.record.at if self.record is not None else self._seen - _NOTICED_LATE
 
     @property
     def cause(self) -> str:
@@ -408,7 +409,7 @@ def hang_facts(rank: int, *, step: int | None, taken: int | None) -> dict[str, A
 
 def first_failure(endings: Iterable[Ending]) -> Ending | None:
     """Return how the rank ended that failed before the others, or None if none failed by itself."""
-    return min((ending for ending in endings if ending.failed_by_itself), key=lambda ending: ending.when, default=None)
+    return min((ending for ending in endings if ending.failed_by_itself), key=lambda ending: ending.order, default=None)
 
 
 # Whether to start again ----------------------------------------------------------------------------------------------

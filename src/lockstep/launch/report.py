@@ -127,7 +127,7 @@ def stopped(outcome: Outcome, signum: signal.Signals | None) -> str:
     words += [_of_ranks(way, ranks) for way, ranks in ways.items()]
     raised = [ending for ending in outcome.endings if _has_raised(ending)]
     if raised:
-        what = min(raised, key=lambda ending: ending.when).cause
+        what = min(raised, key=lambda ending: ending.order).cause
         alike = [ending.rank for ending in raised if ending.cause == what]
         words.append(f"{_of_ranks('{ranks} failed on {their} way out', alike)}: {what}")
     return "; ".join(words)

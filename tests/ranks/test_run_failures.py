@@ -82,6 +82,40 @@ def test_a_traceback_is_printed_though_another_rank_fails_meanwhile(tmp_path: Pa
     assert "ValueError: the first\n" in done.err[: done.err.index("lockstep: rank 0 of 2 failed")], done.err
 
 
+_PRINTS_FOR_LONG = """
+import os, signal, sys, time
+from pathlib import Path
+
+def prints_for_long(kind, error, traceback):
+    Path("prints").touch()
+    while Path("/proc", stubborn.read_text()).exists():  # a rank that is killed since it does not leave
+        time.sleep(0.001)
+    sys.__excepthook__(kind, error, traceback)
+
+stubborn, rank = Path("stubborn"), os.environ["RANK"]
+if rank == "2":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path("pid").write_text(str(os.getpid()))
+    Path("pid").rename(stubborn)
+    while True:
+        signal.pause()
+while not (stubborn if rank == "0" else Path("prints")).exists():
+    time.sleep(0.001)
+if rank == "0":
+    sys.excepthook = prints_for_long
+raise ValueError(f"on rank {rank}")
+"""
+
+
+def test_a_traceback_is_printed_to_its_end_though_other_ranks_are_killed_meanwhile(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_PRINTS_FOR_LONG)
+    done = run(["lockstep", "run", "-n", "3", "train.py"], tmp_path, LOCKSTEP_TIMES="telling=60")
+    assert done.code == 1, done
+    shown, told, _ = done.err.partition("lockstep: rank 0 of 3 failed: exit code 1")
+    assert told, done
+    assert "ValueError: on rank 0\n" in shown, done
+
+
 _SAYS_WHY_AND_LEAVES = """
 import argparse, os, sys, time
 

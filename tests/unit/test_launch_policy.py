@@ -161,6 +161,23 @@ def test_ranks_that_have_saved_have_the_grace_period_whichever_way_the_first_lea
         assert policy.tick(11.0) == [Order(SIGKILL, (1,))]
 
 
+def test_a_rank_that_tells_of_its_own_failure_is_not_killed_meanwhile() -> None:
+    policy = Policy(range(4), grace=10)
+    policy.exited(1, 1, at=5.0)
+    assert policy.tick(5.5, telling=[1, 2]) == [Order(SIGKILL, (0, 3))]
+    for rank in (0, 3):
+        policy.exited(rank, -SIGKILL, at=5.51)
+    assert policy.deadline is not None
+    assert policy.deadline < 6.0, "it is looked at again soon"
+    assert policy.tick(5.7, telling=[2]) == []
+    assert not policy.gave_up
+    assert policy.tick(9.0) == [Order(SIGKILL, (2,))]
+    assert [policy.states[rank].killed_for for rank in (0, 1, 2)] == [KilledFor.FAILURE, None, KilledFor.FAILURE]
+    asked = Policy(range(2), grace=10)
+    asked.signalled(SIGTERM, delivered=False, now=1.0)
+    assert asked.tick(11.0, telling=[1]) == [Order(SIGKILL, (0, 1))], "it had the time that --grace gives"
+
+
 def test_it_is_known_why_a_rank_was_killed() -> None:
     late, failed, impatient = (Policy(range(2), grace=10) for _ in range(3))
     late.signalled(SIGTERM, delivered=False, now=1.0)

@@ -366,7 +366,7 @@ class Launcher:
         if now >= self._next_look:
             self._next_look = now + knobs.times().heartbeat
             self._look(now)
-        self.apply(self.policy.tick(now))
+        self.apply(self.policy.tick(now, telling=self._telling(now) if self.policy.failing else ()))
         for text in self._notifier.look(now):
             say(text)
 
@@ -471,6 +471,11 @@ class Launcher:
             binding=self._binding,
             terminal=self._terminal,
         )
+
+    def _telling(self, now: float) -> list[int]:
+        """Return the ranks whose programs an exception has ended a moment ago: they print it, and then leave."""
+        records = [record for rank in self.policy.alive if (record := self.attempt.record(rank)) is not None]
+        return [record.rank for record in records if now - record.at < knobs.times().telling]
 
     def _respond(self, action: HangAction, now: float) -> None:
         """Do what ``--on-hang`` says about the report that stands."""

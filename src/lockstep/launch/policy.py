@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ from lockstep.launch.processes import name
 
 #: Seconds that ranks have to leave by themselves once another rank failed.
 FAILURE_GRACE = 0.5
+#: Seconds between two looks whether ranks that were spared still tell of their own failure.
+_PAUSE = 0.1
 #: Two signals closer than this are one: "timeout" signals its child and then the whole group.
 _SAME_SIGNAL = 0.25
 #: Seconds after SIGKILL before a rank counts as stuck in the kernel.
@@ -164,7 +166,7 @@ class Policy:
             return []
         self.stopped_by, self.has_quit = signal.SIGINT, True
         self._give(self.grace, now)
-        return self._order(signal.SIGTERM, now, spare=rank)
+        return self._order(signal.SIGTERM, now, spare=(rank,))
 
     def signalled(self, signum: signal.Signals, *, delivered: bool, now: float) -> list[Order]:
         """End the job for the user: politely the first time, at once the second.
@@ -204,14 +206,21 @@ class Policy:
         if not self.stopping:
             self._give(self.grace, now)
 
-    def tick(self, now: float) -> list[Order]:
-        """Kill the ranks that are still there when the deadline has passed."""
+    def tick(self, now: float, *, telling: Collection[int] = ()) -> list[Order]:
+        """Kill the ranks that are still there when the deadline has passed.
+
+        Args:
+            now: on the monotonic clock, in seconds.
+            telling: ranks that have failed themselves a moment ago, and may still be printing their tracebacks. Another
+                rank's failure does not end them meanwhile.
+        """
         if self.deadline is None or now < self.deadline or not self.alive:
             return []
         if self._killed:
             self.gave_up = True
             return []
-        return self._kill(now, self._late_for)
+        spare = [rank for rank in self.alive if rank in telling] if self._late_for is KilledFor.FAILURE else []
+        return self._kill(now, self._late_for, spare=spare)
 
     def excuse(self, seconds: float) -> None:
         """Give the ranks so many seconds more: the launcher itself stood still, and so did most likely the ranks."""
@@ -221,20 +230,21 @@ class Policy:
     def _give(self, seconds: float, now: float, *, late_for: KilledFor = KilledFor.GRACE) -> None:
         self.deadline, self._late_for = now + seconds, late_for
 
-    def _kill(self, now: float, why: KilledFor) -> list[Order]:
-        self._killed = True
-        self.deadline = now + _UNKILLABLE
-        for rank in self.alive:
+    def _kill(self, now: float, why: KilledFor, *, spare: Collection[int] = ()) -> list[Order]:
+        self._killed = not spare
+        self.deadline = now + (_PAUSE if spare else _UNKILLABLE)
+        orders = self._order(signal.SIGKILL, now, spare=spare)
+        for rank in (rank for order in orders for rank in order.ranks):
             self.states[rank].killed_for = self.states[rank].killed_for or why
-        return self._order(signal.SIGKILL, now)
+        return orders
 
     def _to_those_not_yet_started(self, orders: list[Order]) -> list[Order]:
         """Keep the orders for ranks that are being forked: when the terminal sent the signal, they were not there."""
         for_them = [(o.signum, tuple(r for r in o.ranks if self.states[r].pid is None)) for o in orders]
         return [Order(signum, ranks) for signum, ranks in for_them if ranks]
 
-    def _order(self, signum: signal.Signals, now: float, *, spare: int | None = None) -> list[Order]:
-        ranks = tuple(rank for rank in self.alive if rank != spare)
+    def _order(self, signum: signal.Signals, now: float, *, spare: Collection[int] = ()) -> list[Order]:
+        ranks = tuple(rank for rank in self.alive if rank not in spare)
         for rank in ranks:
             if self.states[rank].stopped_at is None:
                 self.states[rank].stopped_at = now

@@ -6,7 +6,9 @@ import os
 import re
 import signal
 import time
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch.distributed as dist
 
 import lockstep
 from tests.harness import Outcome, collect_outcomes, run_ranks
+from tests.launching import wait_for
 
 #: From the moment a mismatch or a death can be seen to the error on every rank; busy machines get a margin.
 SOON = 0.2
@@ -73,6 +76,39 @@ def _finish_then_die() -> float:
 
 def test_the_last_collective_of_a_rank_that_ends_counts() -> None:
     assert _value(collect_outcomes(_finish_then_die, 2)[0]) == 1.0
+
+
+def _two_errors(folder: str, dies: bool) -> str:
+    """Rank 0 finds an error first, and while it writes it down rank 1 finds another."""
+    world = lockstep.init("shm", timeout=20)
+    dist.barrier()
+    group: Any = dist.group.WORLD
+    health = group._shm_group.engine._health
+    write, claimed, returned = health._write, Path(folder, "claimed"), Path(folder, "returned")
+
+    def write_late(error: lockstep.LockstepError) -> None:
+        claimed.touch()
+        if dies:
+            os._exit(3)
+        with suppress(AssertionError):  # then rank 1 waits, as it is to
+            wait_for(returned.exists, "the other error", 0.5)
+        write(error)
+
+    if world.rank == 0:
+        health._write = write_late
+    else:
+        wait_for(claimed.exists, "the claim")
+    told = str(health.end(lockstep.LockstepError(f"of rank {world.rank}")))
+    returned.touch()
+    return told
+
+
+def test_every_rank_raises_the_first_error_however_long_it_takes_to_be_written(tmp_path: Path) -> None:
+    assert run_ranks(_two_errors, 2, str(tmp_path), False) == ["of rank 0"] * 2
+
+
+def test_a_rank_that_dies_as_it_writes_its_error_leaves_the_others_theirs(tmp_path: Path) -> None:
+    assert _value(collect_outcomes(_two_errors, 2, str(tmp_path), True)[1]) == "of rank 1"
 
 
 # --- time limits -----------------------------------------------------------------------------------------------------

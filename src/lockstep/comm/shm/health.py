@@ -13,6 +13,7 @@ import os
 import select
 import struct
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -28,8 +29,9 @@ from lockstep.job import fates, files
 from lockstep.text import listed, which_ranks
 
 _RECORD = struct.Struct("<II")
-#: Seconds to wait for the text of a rank that has claimed the record; it writes it at once, unless it was killed.
-_GRACE = 0.1
+#: Seconds to wait for the text of a rank that has claimed the record, and between two looks whether any other rank is
+#: left to write it: it does so at once, unless it gets no processor or was killed.
+_GRACE, _SLICE = 5.0, 0.1
 #: Ranks that a message lists one by one; the failure record holds some more than that.
 _LINES = 24
 
@@ -110,8 +112,18 @@ class Health:
                 for notice in self._notices:
                     semaphore.post(notice)
             else:
-                self._known = self._read() if semaphore.wait(self._mine, _GRACE) else error
+                self._known = self._read() if self._is_told() else error
         return again(self._known)
+
+    def _is_told(self) -> bool:
+        """Return whether the rank that has claimed the record has handed over its text; False: it was killed before."""
+        limit = time.monotonic() + _GRACE
+        while True:
+            is_last = time.monotonic() > limit or len(self.gone()) == len(self._where)
+            if semaphore.wait(self._mine, _SLICE):
+                return True
+            if is_last:
+                return False
 
     def renew(self) -> None:
         """Forget the error that has ended the group; see :meth:`Engine.renew`."""

@@ -40,7 +40,8 @@ def _ask_leaving_ranks(folder: Path, ranks: int, times: int) -> None:
             wait_for(lambda: all(file.exists() and file.read_text() for file in files), "the ranks")
             asked = {int(file.read_text()): 0 for file in files}
             assert all(_proc.catches(pid, STACK_SIGNAL) for pid in asked)
-            wait_for(lambda: list((folder / "state").rglob("series-0.bin")), "the run's record")
+            records = (folder / "state").rglob
+            wait_for(lambda: any("series-0.bin" in each.read_text() for each in records("run.json")), "the record")
             (folder / "leave").touch()
             wait_for(lambda: not any(_proc.catches(pid, STACK_SIGNAL) for pid in asked), "their leaving")
             told = run(["lockstep", "runs", "stack"], folder)

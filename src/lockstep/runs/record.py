@@ -158,6 +158,7 @@ class Recorder:
         try:
             if self._series is None:
                 path = self.make_folder() / f"series-{self._start['number']}{self._suffix}.bin"
+                # First, so that whoever reads the record finds the series that it names.
                 self._series = SeriesWriter(path, list(self._ranks), interval=knobs.times().row)
                 self._start |= {"series": path.name, "ranks": {str(rank): pid for rank, pid in pids.items()}}
                 self._start.setdefault("trace", None)

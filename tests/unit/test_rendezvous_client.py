@@ -8,8 +8,10 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from lockstep.launch.ports import free_port
 from lockstep.rendezvous import endpoint
@@ -84,6 +86,48 @@ def test_another_program_listens_there() -> None:
         knock.join(20.0)
         connection.close()
     assert f"another program uses the port: at {where} it begins with 'SSH-2.0-OpenSSH_9.2'" in knock.why
+
+
+def _names(monkeypatch: pytest.MonkeyPatch, *, unknown_at: int = 0) -> None:
+    """Have box-1 lead to this machine, and as others see it elsewhere; one look, from 1 on, finds nothing."""
+    real, looks = socket.getaddrinfo, 0
+
+    def answer(host: str, port: int, *args: Any, **options: Any) -> list[Any]:
+        nonlocal looks
+        if host != "box-1":
+            return real(host, port, *args, **options)
+        looks += 1
+        if looks == unknown_at:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [real(address, port, *args, **options)[0] for address in ("127.0.0.1", "192.0.2.1")]
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+
+
+@pytest.mark.parametrize("unknown_at", [1, 2, 3])
+def test_whichever_look_finds_no_name_another_try_may(monkeypatch: pytest.MonkeyPatch, unknown_at: int) -> None:
+    """As where some of the name's servers have not heard of it yet."""
+    _names(monkeypatch, unknown_at=unknown_at)
+    assert _knock(f"box-1:{free_port()}").why == "the name box-1 can't be resolved: Name or service not known"
+
+
+@pytest.fixture(scope="module")
+def stores() -> None:
+    """libuv, with which torch serves stores, keeps a pipe from a process's first one on: no leak of a test."""
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.mark.usefixtures("stores")
+def test_who_serves_the_store_reaches_it_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch, which does not know this name, would look for it for minutes."""
+    _names(monkeypatch)
+    knock = Knock(f"box-1:{free_port()}", None, doubtful=False)
+    knock.start()
+    knock.join(20.0)
+    assert (knock.error, knock.why, knock.serves) == (None, "", True)
+    assert knock.store is not None
+    knock.store.set("key", "value")
+    assert knock.store.get("key") == b"value"
 
 
 def _cut_off(path: Path) -> None:

@@ -12,7 +12,9 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
@@ -76,18 +78,19 @@ class Knock(threading.Thread):
             if is_only_here(host, port):
                 host = self._local_addr or own_address(None)
             self.address = self._local_addr or own_address((host, port))
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except socket.gaierror as error:
             self.why = f"the name {host} can't be resolved: {error.strerror}"
             return
         except OSError as error:
             self.why = str(error)
             return
-        listener = _listen(host, port)
+        listener = _listen(found)
         if listener is not None:
             self.serves = True
-            self.store = TCPStore(
-                host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-            )
+            # By its number: torch connects to its own store, and would look for the name once more, for minutes.
+            own, _ = socket.getnameinfo(listener.getsockname(), socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
+            self.store = TCPStore(own, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
             return
         self._reach(host, port)
 
@@ -186,9 +189,10 @@ def split(endpoint: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _listen(host: str, port: int) -> socket.socket | None:
-    """Listen at ``host``, on that address only, if it is one of this machine and nothing does so yet."""
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+def _listen(found: Sequence[tuple[int, int, int, str, Any]]) -> socket.socket | None:
+    """Listen at the first of these addresses, as ``getaddrinfo`` returns them, that is one of this machine and at which
+    nothing does so yet, and at no other."""
+    for family, kind, protocol, _, address in found:
         server = socket.socket(family, kind, protocol)
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -46,8 +46,8 @@ CHECKPOINT_FAULTS = [
     Fault(
         "files of an old checkpoint go before its name has gone",
         "checkpoint/folders.py",
-        "    sync_folder(folder.parent, on=on)\n    remove_tree(leftover, on=on)\n",
-        "    remove_tree(leftover, on=on)\n",
+        "        sync_folder(folder.parent, on=on)\n        remove_tree(leftover, on=on)\n",
+        "        remove_tree(leftover, on=on)\n",
         _CRASHES,
     ),
     Fault(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +20,9 @@ import lockstep
 from lockstep.checkpoint import disk_folder, folders, locks
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.locks import CheckpointGone, reading, taken
-from lockstep.checkpoint.retention import Retention, entries, prune, remove, superfluous
+from lockstep.checkpoint.retention import Pruned, Retention, entries, prune, remove, superfluous
 from lockstep.checkpoint.state import Moment
+from lockstep.checkpoint.storage import Storage
 from tests.checkpoints import State, save, verify
 
 
@@ -105,6 +107,52 @@ def test_a_damaged_one_is_left_to_its_reader_to_find_out(tmp_path: Path) -> None
     (folder / MANIFEST).symlink_to("/dev/null")
     with reading(folder), pytest.raises(lockstep.CheckpointCorrupt, match="a link"):
         verify(folder)
+
+
+class _Meanwhile(Storage):
+    """The file system, on which something happens before, and right after, the first operation of a kind."""
+
+    def __init__(
+        self, operation: str, *, before: Callable[[], object] = bool, after: Callable[[], object] = bool
+    ) -> None:
+        whole = getattr(self, operation)
+
+        def once(*arguments: Any) -> Any:
+            delattr(self, operation)
+            before()
+            done = whole(*arguments)
+            after()
+            return done
+
+        setattr(self, operation, once)
+
+
+@pytest.mark.parametrize("operation", ["rename", "names", "remove"])
+def test_a_job_saves_while_another_process_prunes(tmp_path: Path, operation: str) -> None:
+    """Its save begins by removing the leftovers of dead processes, and the other process lives."""
+    old, newest = (_save(tmp_path, step) for step in (1, 2))
+    meanwhile = _Meanwhile(operation, after=lambda: _save(tmp_path, 3))
+    done = remove(tmp_path, superfluous(entries(tmp_path, good=[newest.name]), Retention(last=1)), on=meanwhile)
+    assert done == Pruned(removed=(old,))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize("operation", ["open_folder", "lock", "names", "remove", "remove_folder"])
+def test_a_leftover_that_another_host_removes_as_well_is_gone(tmp_path: Path, operation: str) -> None:
+    """Over NFS its lock is not seen from here."""
+    leftover = tmp_path / folders.draft_name("step-00000001")
+    (leftover / "inner").mkdir(parents=True)
+    for file in (leftover / "model", leftover / "inner" / "part"):
+        file.touch()
+    folders.sweep(tmp_path, on=_Meanwhile(operation, before=lambda: shutil.rmtree(leftover)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_another_process_has_removed_is_not_being_read(tmp_path: Path) -> None:
+    old, newest = (_save(tmp_path, step) for step in (1, 2))
+    chosen = superfluous(entries(tmp_path, good=[newest.name]), Retention(last=1))
+    folders.remove(old)
+    assert remove(tmp_path, chosen) == Pruned()
 
 
 _READER = """

@@ -10,11 +10,12 @@ Only then are older ones removed. A checkpoint is never overwritten: a second sa
 and the first is removed after it.
 
 Rank 0 locks a draft's folder (``flock``), so that a later save can tell the leftovers of a dead save from the work of a
-living one.
+living one; and so does a process with the folder of a checkpoint that it removes.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path, PurePath
@@ -108,6 +109,8 @@ class DiskFolder:
         with taken(folder) as free:
             if free:
                 folders.remove(folder, on=self._on)
+            elif not folder.is_dir():
+                raise FileNotFoundError(errno.ENOENT, "another process has removed it", str(folder))
         return free
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -90,27 +91,42 @@ def remove(folder: Path, *, on: Storage = POSIX) -> None:
     """Remove a checkpoint: renamed to a leftover first, so that it is never seen half removed.
 
     The new name must be on the disk before the first file goes: after a power cut there must be no checkpoint with
-    files missing.
+    files missing. The folder is locked as a draft's is, so that no save takes it for the leftover of a dead process.
+
+    Raises:
+        FileNotFoundError: another process has removed it.
+        OSError: it can't be removed.
     """
     leftover = folder.with_name(draft_name(folder.name))
-    on.rename(folder, leftover)
-    sync_folder(folder.parent, on=on)
-    remove_tree(leftover, on=on)
+    opened = on.open_folder(folder)
+    try:
+        on.lock(opened)  # (where there are no locks, no save removes a leftover)
+        on.rename(folder, leftover)
+        sync_folder(folder.parent, on=on)
+        remove_tree(leftover, on=on)
+    finally:
+        on.close(opened)
 
 
 def remove_tree(folder: Path, *, on: Storage = POSIX) -> None:
-    """Remove a folder and all that is in it; links are removed, not followed."""
-    opened = on.open_folder(folder)
-    try:
-        inner = set(on.folders(folder))
-        for name in on.names(opened):
-            if name not in inner:
-                on.remove(opened, name)
-    finally:
-        on.close(opened)
-    for name in inner:
-        remove_tree(folder / name, on=on)
-    on.remove_folder(folder)
+    """Remove a folder and all that is in it; links are removed, not followed.
+
+    What has gone meanwhile is fine: over NFS, where folders have no locks between hosts, another host may remove it,
+    too.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        opened = on.open_folder(folder)
+        try:
+            inner = set(on.folders(folder))
+            for name in on.names(opened):
+                if name not in inner:
+                    with contextlib.suppress(FileNotFoundError):
+                        on.remove(opened, name)
+        finally:
+            on.close(opened)
+        for name in inner:
+            remove_tree(folder / name, on=on)
+        on.remove_folder(folder)
 
 
 def drafts(root: Path) -> list[Path]:
@@ -123,7 +139,10 @@ def sweep(root: Path, *, on: Storage = POSIX) -> None:
     for name in on.folders(root):
         if not _DRAFT.fullmatch(name):
             continue
-        opened = on.open_folder(root / name)
+        try:
+            opened = on.open_folder(root / name)
+        except FileNotFoundError:
+            continue  # whoever wrote or removed it has just done so
         try:
             if on.owner(opened) == os.geteuid() and on.lock(opened):
                 remove_tree(root / name, on=on)

@@ -35,7 +35,8 @@ a reader checks once more that the name still leads to the file that it holds, a
 releases it for a reader that dies.
 
 The manifest is locked and not the folder, because only files can be locked from several hosts over NFS, and because a
-folder's own lock marks a draft that is being written (Note [Commit] in ``disk_folder.py``).
+folder's own lock marks a draft that is being written, or a leftover that is being removed (Note [Commit] in
+``disk_folder.py``).
 """
 
 from __future__ import annotations

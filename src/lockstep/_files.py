@@ -168,6 +168,27 @@ def write_whole(path: str | Path, data: str | bytes) -> None:
         raise
 
 
+def append_whole(fd: int, data: bytes, *, end: int) -> None:
+    """Write ``data`` at the end of a file, all of it or none: what a full disk takes of it is cut off again, so that
+    later data does not follow a part.
+
+    Args:
+        fd: the file's descriptor, not opened for appending. Nobody else writes to it meanwhile.
+        data: what is written.
+        end: where the file ends.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    written = 0
+    try:
+        while written < len(data):
+            written += os.pwrite(fd, data[written:], end + written)
+    except OSError:
+        os.ftruncate(fd, end)
+        raise
+
+
 def describe(error: Exception) -> str:
     """Return a message for an error: for a file error what went wrong and what to do, otherwise its type and text."""
     if isinstance(error, OSError) and error.errno is not None:

@@ -243,3 +243,23 @@ def test_a_lookout_tells_each_change_once(tmp_path: Path) -> None:
     (tmp_path / "without" / "new").touch()
     assert lookout.changed() == [str(tmp_path / "kept"), str(tmp_path / "new")]
     assert lookout.changed() == []
+
+
+def test_a_line_for_which_the_disk_has_no_room_leaves_the_others_valid(tmp_path: Path) -> None:
+    """The script gets the error before it has changed the file, and what it has changed before is undone."""
+    kept, made = tmp_path / "kept.pt", tmp_path / "made.pt"
+    kept.write_text("mine")
+    ranks = [Journal(tmp_path / "journal") for _ in range(2)]
+    ranks[0].will_write(kept)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "journal" / "journal.jsonl").stat().st_size + 10, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            ranks[0].will_write(made)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    kept.write_text("theirs")
+    ranks[1].will_write(made)
+    made.touch()
+    assert put_back(tmp_path / "journal").files == [str(kept), str(made)]
+    assert (kept.read_text(), made.exists()) == ("mine", False)

@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import os
+import resource
 import subprocess
 from collections.abc import Callable
 from itertools import pairwise
@@ -62,6 +63,23 @@ def test_a_series_that_was_cut_off_has_its_whole_rows(tmp_path: Path, lost: int)
     data = (tmp_path / "cut").read_bytes()
     (tmp_path / "cut").write_bytes(data[:-lost])
     assert Series.read(tmp_path / "cut").times == (0, 1)
+
+
+def test_a_row_that_a_full_disk_has_cut_off_does_not_shift_later_ones(tmp_path: Path) -> None:
+    writer, path = SeriesWriter(tmp_path / "full", [0]), tmp_path / "full"
+    writer.add(0, [_row(0)])
+    whole = path.stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (whole + 10, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            writer.add(1, [_row(10)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.stat().st_size == whole
+    writer.add(2, [_row(20)])
+    found = Series.read(path)
+    assert (found.times, found.columns["steps"]) == ((0, 2), [(0,), (20,)])
 
 
 def test_a_long_series_is_thinned_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

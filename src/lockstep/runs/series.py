@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from lockstep._files import write_whole
+from lockstep._files import append_whole, write_whole
 from lockstep.job.page import Phase
 
 #: What there is of each rank, in this order: optimizer steps, samples, bytes of memory, seconds by phase, seconds for
@@ -75,9 +75,9 @@ class SeriesWriter:
         """Write what was added last, if it was too early for a row: nothing comes after it."""
         if self._last is None:
             return
-        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            os.write(fd, self._last)
+            append_whole(fd, self._last, end=len(self._head) + self._count * self._size)
         finally:
             os.close(fd)
         self._last = None

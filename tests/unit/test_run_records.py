@@ -434,6 +434,33 @@ def test_a_look_at_ranks_takes_the_newest_run_that_goes_on(tmp_path: Path, clock
     assert history.find(None, [tmp_path], going_on=True).name == "has ended", "which is then said"
 
 
+@pytest.mark.parametrize("moment", ["before it is asked for", "after that"])
+def test_a_run_that_ends_while_it_is_looked_at_was_not_killed(
+    tmp_path: Path, clock: _Clock, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Its launcher writes how it ended, and is gone, between a look at the record and one at the process."""
+    file = tmp_path / "run.json"
+    _record(tmp_path, clock, step=0.1)
+    ended, began = json.loads(file.read_text()), _proc.started(os.getpid())
+    going_on = {name: value for name, value in ended.items() if name not in ("ended", "exit_code", "end", "summary")}
+    file.write_text(json.dumps(going_on | {"launcher": os.getpid(), "launcher_began": began}))
+    answers = [None] if moment == "before it is asked for" else [began, None]
+
+    def started(_: int) -> int | None:
+        answer = answers.pop(0)
+        if answer is None:
+            file.write_text(json.dumps(ended))
+        return answer
+
+    monkeypatch.setattr(_proc, "started", started)
+    run = history.read(tmp_path)
+    if moment == "before it is asked for":
+        assert (run.is_alive, run.ending, run.end) == (False, "done", RunEnd.DONE)
+    else:
+        assert (run.is_alive, run.ending, run.end) == (True, "runs", RunEnd.RUNNING), "as the record says that was read"
+        assert history.read(tmp_path).ending == "done"
+
+
 def test_a_number_means_the_same_to_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("lockstep.cli.runs"), "homes", lambda: [tmp_path / "home"])
     for folder, began in (("home/older", 100.0), ("home/newer", 200.0), ("elsewhere/run", 300.0)):

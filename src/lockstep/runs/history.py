@@ -56,9 +56,9 @@ class Run:
         """When, in seconds since the epoch."""
         return float(self.about["began"])
 
-    @property
+    @cached_property
     def is_alive(self) -> bool:
-        """Whether its launcher still runs, on this machine."""
+        """Whether its launcher still ran, on this machine, when the record was read."""
         pid, began = self.about["launcher"], self.about.get("launcher_began")
         return "ended" not in self.about and self.is_here and _proc.started(pid) == began
 
@@ -195,6 +195,13 @@ def read(path: Path) -> Run:
         UnknownRun: there is no record, it is damaged, or it is of a later version.
     """
     file = _record_in(path) if path.is_dir() else path
+    run = _read(path, file)
+    if "ended" not in run.about and not run.is_alive:
+        run = _read(path, file)  # a launcher writes its end before it goes, which may have been just now
+    return run
+
+
+def _read(path: Path, file: Path) -> Run:
     try:
         about = json.loads(file.read_text())
     except FileNotFoundError:

@@ -6,15 +6,19 @@ With mpi4py and an MPI (the extra ``mpi``) in the environment of the tests; left
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import lockstep
+from tests.namespaces import skip_unless
 
 _REPOSITORY = Path(__file__).parents[2]
 
@@ -112,11 +116,40 @@ def test_the_files_of_a_job_that_was_killed_are_removed(tmp_path: Path) -> None:
     from lockstep import _proc
     from lockstep.comm import mpirun
 
-    mine = f"{os.getpid()}-{_proc.started(os.getpid())}-1"
-    for name in (mine, f"{os.getpid()}-1-1", "999999999-5-1", "notes"):
+    here = mpirun._place()
+    mine = f"{here}-{os.getpid()}-{_proc.started(os.getpid())}--1"
+    for name in (mine, f"{here}-{os.getpid()}-1--1", f"{here}-999999999-5--1", "notes"):
         (tmp_path / name).touch()
     mpirun._tidy(tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted([mine, "notes"])
+
+
+_IN_A_CONTAINER = """
+import os, sys
+from datetime import timedelta
+from lockstep.comm import mpirun
+from lockstep.identity import Identity
+store = mpirun.meet(Identity(0, 2, 0, 2, 0, launched=True), timedelta(seconds=5), number=1)
+print("opened", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_file_of_a_job_in_another_container_stays(tmp_path: Path) -> None:
+    """The two share /tmp, and neither sees the other's processes."""
+    namespaces = ["unshare", "--pid", "--mount-proc", "--fork", "--kill-child"]
+    skip_unless(" ".join([*namespaces, "true"]), "a container")
+    job = [*namespaces, "sh", "-c", f'{shlex.quote(sys.executable)} -c "$0"; exit', _IN_A_CONTAINER]
+    env = {**os.environ, "PYTHONPATH": str(_REPOSITORY / "src"), "TMPDIR": str(tmp_path)}
+    with ExitStack() as jobs:
+        files: list[set[Path]] = []
+        for _ in range(2):
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            one = jobs.enter_context(subprocess.Popen(job, env=env, text=True, **pipes))
+            assert one.stdout is not None
+            assert one.stdout.readline() == "opened\n"
+            files.append({*(tmp_path / f"lockstep-mpi-{os.getuid()}").iterdir()})
+    assert [len(there) for there in files] == [1, 2]
 
 
 def test_mpi_without_mpi4py_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

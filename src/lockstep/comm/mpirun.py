@@ -1,8 +1,8 @@
 """Let the ranks of ``mpirun -n 4 python train.py`` meet: mpirun gives each its number, but no address.
 
 On one host they meet at a file in a folder of the user's, named after the process of MPI's that started them all; it is
-removed by the last rank that leaves, or, if the job was killed, by a later job. On several hosts rank 0 listens at a
-free port, and tells the others by MPI, if mpi4py is there.
+removed by the last rank that leaves, or, if the job was killed, by a later job in the same container. On several hosts
+rank 0 listens at a free port, and tells the others by MPI, if mpi4py is there.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def meet(identity: Identity, timeout: timedelta, *, number: int) -> Store:
         _tidy(folder)
     # One starter may start several jobs at once (prun), which have names then.
     job = re.sub(r"\W", "_", os.environ.get("PMIX_NAMESPACE", ""))
-    store = FileStore(str(folder / f"{starter}-{_proc.started(starter)}-{job}-{number}"), identity.world_size)
+    name = f"{_place()}-{starter}-{_proc.started(starter)}-{job}-{number}"
+    store = FileStore(str(folder / name), identity.world_size)
     store.set_timeout(timeout)
     return store
 
@@ -105,9 +106,15 @@ def _folder() -> Path:
     return folder
 
 
+def _place() -> str:
+    """Return what tells which processes a number is of, without a hyphen: the boot and the pid namespace."""
+    return re.sub(r"\W+", "_", f"{_proc.boot_id()} {_proc.pid_namespace()}")
+
+
 def _tidy(folder: Path) -> None:
-    """Remove the files of jobs that were killed, which are those whose starter is gone."""
-    for file in folder.iterdir():
-        pid, _, rest = file.name.partition("-")
-        if pid.isdecimal() and str(_proc.started(int(pid))) != rest.partition("-")[0]:
+    """Remove the files of jobs that were killed, which are those whose starter is gone. Those of other containers or
+    hosts that share the folder stay: whether their starters live can't be seen from here."""
+    for file in folder.glob(f"{_place()}-*"):
+        pid, started = file.name.split("-")[1:3]
+        if str(_proc.started(int(pid))) != started:
             file.unlink(missing_ok=True)

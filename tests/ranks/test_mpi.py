@@ -164,7 +164,7 @@ _CONFORM = (
     _SAY
     + """
 from tests.ranks.test_shm_conformance import conform
-done, wrong = conform("mpi", None, tuple(map(int, sys.argv[1:])))
+done, wrong = conform("mpi", None, tuple(map(int, sys.argv[1:])), True)
 say(f"{done > 300} {wrong[:5]}")
 import lockstep
 lockstep.shutdown()

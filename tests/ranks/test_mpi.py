@@ -247,3 +247,29 @@ def test_errors_are_those_of_shm(case: str, error: str) -> None:
     said = _start(_WRONG, 3, case, code=case == "dead")
     assert len(said) == (2 if case == "dead" else 3)
     assert all(line.startswith(error) and line.endswith(" True") for line in said), said
+
+
+_NO_DESCRIPTOR = (
+    _SAY
+    + """
+import os, resource, sys, time
+import lockstep, torch, torch.distributed as dist
+world = lockstep.init("mpi", timeout=60)
+dist.barrier()
+before = resource.getrlimit(resource.RLIMIT_NOFILE)
+if world.rank == 1:
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+else:
+    time.sleep(0.5)  # late, but not gone
+tensor = torch.ones(4)
+dist.all_reduce(tensor)
+resource.setrlimit(resource.RLIMIT_NOFILE, before)  # torch ends a process that can't open its store at the end
+say(f"rank {world.rank}: {tensor.tolist()}")
+"""
+)
+
+
+def test_a_rank_without_descriptors_waits_for_the_others() -> None:
+    assert _start(_NO_DESCRIPTOR, 2) == [f"rank {rank}: [2.0, 2.0, 2.0, 2.0]" for rank in (0, 1)]

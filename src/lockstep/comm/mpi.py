@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
-from lockstep import _proc
 from lockstep.comm.group.engine import Engine, Tensors
 from lockstep.comm.group.failures import again, dumps, loads
 from lockstep.comm.group.fingerprint import HEADER, KEY, describe
@@ -340,7 +339,7 @@ class MpiEngine(Engine):
             return
         self._looked = now
         self.check()
-        gone = [peer for peer, place in self._here.items() if _proc.started(place.pid) != place.started]
+        gone = [peer for peer, place in self._here.items() if place.is_gone]
         if gone or now - self._asked_store >= _ASKING:
             self._asked_store = now
             self._ask(what)

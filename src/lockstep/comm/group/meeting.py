@@ -47,6 +47,20 @@ class Whereabouts:
             return "they run in containers that can't see each other's processes"
         return None
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process has ended, zombies included; where no descriptor is left, whether nobody has its id."""
+        try:
+            return _proc.started(self.pid) != self.started
+        except OSError:
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                return True
+            except PermissionError:  # it is there, and another user's
+                return False
+            return False
+
 
 def say_and_hear(store: Store, key: str, word: Any, rank: int, size: int, timeout: float) -> list[Any]:
     """**Collective.** Return what every rank says under ``key``, in order of rank: JSON, through the store.

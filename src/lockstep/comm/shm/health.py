@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lockstep import _proc
 from lockstep.comm.group.failures import KINDS, again
 from lockstep.comm.group.fingerprint import HEADER, describe
 from lockstep.comm.group.meeting import Whereabouts
@@ -282,7 +281,7 @@ def _unwatch(where: Whereabouts) -> None:
 def _ended(where: Whereabouts) -> bool:
     watch = _watches.get((where.pid, where.started))
     if watch is None or watch.descriptor is None:
-        return _gone(where)
+        return where.is_gone
     poll = select.poll()
     poll.register(watch.descriptor, select.POLLIN)
     return bool(poll.poll(0))
@@ -294,21 +293,7 @@ def _open(where: Whereabouts) -> int | None:
         descriptor = os.pidfd_open(where.pid)
     except (OSError, AttributeError):
         return None
-    if _gone(where):  # the number may have gone to another process before the descriptor was opened
+    if where.is_gone:  # the number may have gone to another process before the descriptor was opened
         os.close(descriptor)
         return None
     return descriptor
-
-
-def _gone(where: Whereabouts) -> bool:
-    """Return whether the process has ended, without a pidfd; if no descriptor is left, by whether its id is in use."""
-    try:
-        return _proc.started(where.pid) != where.started
-    except OSError:
-        try:
-            os.kill(where.pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            pass
-        return False

@@ -597,9 +597,16 @@ def test_a_run_that_has_taken_no_step_yet_is_one_sentence(tmp_path: Path) -> Non
             look()
 
 
-def test_what_is_shown_live_goes_on_with_ranks_that_are_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_used_again", [False, True])
+def test_what_is_shown_live_goes_on_with_ranks_that_are_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_used_again: bool
+) -> None:
+    """Also where a later process has the number of a rank that has ended."""
     recorder = Recorder(lambda: tmp_path, program=["train.py"], tell=print)
     ranks: list[subprocess.Popen[bytes]] = []
+    used_again: set[int] = set()
+    started = _proc.started
+    monkeypatch.setattr(_proc, "started", lambda pid: started(os.getpid() if pid in used_again else pid))
 
     def start(number: int, steps: int) -> None:
         folder = tmp_path / str(number)
@@ -614,6 +621,7 @@ def test_what_is_shown_live_goes_on_with_ranks_that_are_started_again(tmp_path: 
     def end() -> None:
         ranks[-1].kill()
         ranks[-1].wait(timeout=10)
+        used_again.update({ranks[-1].pid} if is_used_again else ())
 
     start(0, 300)
     live = Live(history.read(tmp_path))

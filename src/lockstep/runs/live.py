@@ -76,12 +76,14 @@ class Live:
     def _open(self, start: dict[str, Any]) -> None:
         self._folder = str(start["folder"])
         self._pids = {int(rank): pid for rank, pid in start["ranks"].items()}
+        #: When each of them started: once it has ended, another process may get its id.
+        self._started = {rank: None if pid is None else _proc.started(pid) for rank, pid in self._pids.items()}
         self._pages = Pages(start["folder"], start["world_size"])
         self._moments: deque[_Moment] = deque()
 
     def _is_there(self, rank: int) -> bool:
-        pid = self._pids[rank]
-        return pid is not None and _proc.started(pid) is not None
+        pid, started = self._pids[rank], self._started[rank]
+        return pid is not None and started is not None and _proc.started(pid) == started
 
     def _state(self, rank: int) -> str:
         """Return what the kernel says of a rank of this machine, which comes before what its page says; empty: it lives

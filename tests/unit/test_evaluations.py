@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -10,7 +11,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -35,15 +35,17 @@ from lockstep.checkpoint.retention import Retention, prune
 from lockstep.checkpoint.run_folder import run_folder
 from lockstep.checkpoint.state import Moment
 from lockstep.checkpoint.storage import Storage
+from lockstep.checkpoint.store_folder import StoreFolder
 from lockstep.errors import CheckpointCorrupt, LockstepError
 from lockstep.launch.spec import Program
 from lockstep.metrics.file import LogFile, add_lines, evaluation_line
 from lockstep.metrics.sinks import Sink
+from lockstep.times import Times
 from lockstep.tools.evaluate.attempt import EvaluationAttempt, EvaluationEnd
 from lockstep.tools.evaluate.choice import Candidate, left_out, next_one
 from lockstep.tools.evaluate.follow import EvaluateOptions, Telling, evaluate
 from tests.checkpoints import State, save
-from tests.stores import in_memory
+from tests.stores import Clock, in_memory
 
 
 def _save(root: PurePath, step: int, value: float = 0.0) -> tuple[PurePath, Manifest]:
@@ -328,37 +330,39 @@ def test_a_store_is_asked_for_results_once_in_some_seconds(monkeypatch: pytest.M
         assert lineage.results() == [], "what it has found was of another run"
 
 
-def test_an_owner_in_a_store_that_gives_no_sign_of_life_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owner is on another machine, so that nobody here can know that it was killed."""
-    monkeypatch.setenv(knobs.TIMES, "lease=1")
+@pytest.mark.parametrize("stands_still", [0.0, 50.0])
+def test_an_owner_in_a_store_that_gives_no_sign_of_life_counts_as_none(
+    monkeypatch: pytest.MonkeyPatch, stands_still: float
+) -> None:
+    """The owner is on another machine, so that nobody here can know that it was killed. Seconds in which the evaluator
+    itself stood still are none in which the owner was silent."""
+    clock, looks, look = Clock(), itertools.count(1), StoreFolder.beat_now
+    monkeypatch.setattr("lockstep.tools.evaluate.follow.time", clock)
     with in_memory() as address:
         root = address / "run"
         _save(root, 5)
         store = ObjectStore.opened("memory")
         sign = Sign(replace(Owner.this_process(), host="elsewhere"), "nonce")
         store.put(f"{root.key}/owner-00000001.json", sign.to_json())
-        heard: list[str] = []
-        tell = Telling(lambda _: None, heard.append, lambda _step, _seconds: None)
-        program = Program(__file__)
         Evaluations(root).put(
             Evaluated("step-00000005", read_manifest(root / "step-00000005").identity, {}, 1, "", 1, 1)
         )
-        asked = EvaluateOptions(program, root, follows=True, patience=0.2)
-        monkeypatch.setattr("lockstep.tools.evaluate.follow._pause", lambda _root: 0.05)
-        beats = threading.Event()
 
-        def beat() -> None:
-            for number in range(1, 4):
+        def beat_now(self: StoreFolder) -> tuple[str, int] | None:
+            if (number := next(looks)) <= 3:
                 store.put(f"{root.key}/owner-00000001.json", replace(sign, beat=number).to_json())
-                beats.wait(0.3)
+            if number == 3:
+                clock.sleep(stands_still)
+            return look(self)
 
-        alive = threading.Thread(target=beat)
-        begun = time.monotonic()
-        alive.start()
-        evaluate(asked, tell)
-        alive.join()
-        assert 1.8 < time.monotonic() - begun < 120
-        assert [words for words in heard if "no job trains in" in words]
+        monkeypatch.setattr(StoreFolder, "beat_now", beat_now)
+        heard: list[tuple[float, str]] = []
+        tell = Telling(lambda _: None, lambda words: heard.append((clock.now, words)), lambda _step, _seconds: None)
+        evaluate(EvaluateOptions(Program(__file__), root, follows=True, patience=120.0), tell)
+        # Looks at 0, 10 and 20 seconds hear of a sign.
+        last = 20.0 + stands_still
+        assert [at for at, words in heard if "no job trains in" in words] == [last + Times().lease]
+        assert clock.now == last + Times().lease + 120.0
 
 
 def test_another_checkpoint_of_the_same_name_in_a_store_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:

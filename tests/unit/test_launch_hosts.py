@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +15,9 @@ from lockstep import EnvironmentMismatch, LaunchError, knobs
 from lockstep.launch import console
 from lockstep.launch.console import MET
 from lockstep.launch.hosted import Order, _Guard
-from lockstep.launch.hosts import Line, refuse_with_hosts
-from lockstep.remote.frames import FrameKind, Frames, Greeting, frame
+from lockstep.launch.hosts import _FULL, Line, _Job, refuse_with_hosts
+from lockstep.launch.output import OutputSink
+from lockstep.remote.frames import SILENT, FrameKind, Frames, Greeting, frame
 from lockstep.remote.ssh import Host, meeting_place, parse_hosts, passed_on
 
 
@@ -61,6 +65,57 @@ def test_a_message_that_comes_in_parts_is_passed_on_whole(monkeypatch: pytest.Mo
     ((kind, message),) = frames.feed(bytes(guard._outgoing))
     assert (kind, json.loads(message)) == (FrameKind.SAID, {"text": text, "once": "failed", "later": False})
     for fd in (*output, *said):
+        os.close(fd)
+
+
+@pytest.fixture
+def control() -> Iterator[int]:
+    """Where to write what the guard in this process is to hear on its standard input."""
+    kept, (reads, writes) = os.dup(0), os.pipe()
+    os.dup2(reads, 0)
+    os.set_blocking(0, False)
+    try:
+        yield writes
+    finally:
+        os.dup2(kept, 0)
+        for fd in (kept, reads, writes):
+            os.close(fd)
+
+
+def test_a_guard_that_stood_still_hears_what_came_meanwhile(control: int) -> None:
+    guard = _Guard.__new__(_Guard)
+    guard._connected, guard._outgoing, guard._control, guard._code = True, bytearray(), bytearray(), 0
+    now = time.monotonic()
+    guard._beat, guard._kill_at, guard._grace = now, float("inf"), 1.0
+    guard._heard = now - 2 * SILENT
+    os.write(control, b"\n")  # after its poll()
+    guard._keep_in_touch(now)
+    assert guard._connected
+    guard._heard = now - 2 * SILENT
+    guard._keep_in_touch(now)
+    assert not guard._connected, "nothing has come"
+
+
+def test_a_host_is_not_silent_while_nobody_listens() -> None:
+    """The output waits for a slow terminal, and what comes from the hosts waits for it."""
+    (signals, unused), (terminal, shown) = os.pipe(), os.pipe()
+    long_ago = time.monotonic() - 2 * SILENT
+    quiet = SimpleNamespace(
+        open=True, heard=long_ago, readable=[], process=SimpleNamespace(kill=lambda: None), words=""
+    )
+    job, sink = _Job.__new__(_Job), OutputSink(shown)  # its processes are not needed here
+    job._connections, job._sinks = [quiet], {FrameKind.OUTPUT: sink}  # type: ignore[list-item]
+    job._signals, job._looked = signals, long_ago  # type: ignore[assignment]
+    sink.backlog += bytes(2 * _FULL)
+    job._write(0.0)
+    job._end_silent()
+    assert quiet.open
+    sink.backlog.clear()
+    job._write(0.0)
+    job._end_silent()
+    assert not quiet.open, "it is listened to, and nothing has come"
+    assert quiet.words == "no sign of life for 30 s"
+    for fd in (signals, unused, terminal, shown):
         os.close(fd)
 
 

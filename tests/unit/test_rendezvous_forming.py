@@ -6,21 +6,24 @@ import json
 import socket
 import threading
 import time
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # not in torch's stubs
+from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]  # not in torch's stubs
 
 from lockstep import knobs
 from lockstep.job.messages import Channel
 from lockstep.rendezvous import client
-from lockstep.rendezvous.membership import Card, encode_card, proof
+from lockstep.rendezvous.membership import Card, RoundAttempt, encode_card, proof
 from lockstep.rendezvous.messages import Command, Event, Looking, Meet, Met, Options
-
-pytestmark = pytest.mark.timeout(60)
+from tests.stores import Clock
 
 #: What machine 0 writes down on the way to a round, in order.
 _STEPS = ("proof/0", "here/0/0", "here/1/0", "here/2/0", "here/3/0", "clock/0", "fate")
+#: For no machine to be lost that only has no processor.
+_PATIENT = "silent=60,cut_off=70,stuck=90"
 
 
 class _Other:
@@ -48,10 +51,10 @@ class _Other:
             thread.join()
 
     def _live(self) -> None:
-        store, count = FileStore(str(self._path)), 0
+        store, beat = FileStore(str(self._path)), 0
         while not self._over.wait(0.05):
-            count += 1
-            store.set(_key("beat/other"), json.dumps([count, []]))
+            beat += 1
+            store.set(_key("beat/other"), json.dumps([beat, []]))
 
     def _take_part(self) -> None:
         store = FileStore(str(self._path))
@@ -82,13 +85,17 @@ def _content(step: str) -> str:
     return known.get(step, json.dumps({"made": ["127.0.0.1", 1, "a job"]}) if step == "fate" else "here")
 
 
-def _meet(path: Path, *, join_timeout: float) -> tuple[str, list[str]]:
-    """Have a client take part. Return why it was refused, or nothing if the machines have met, and what it said."""
-    ours, theirs = socket.socketpair()
-    options = Options(
-        endpoint=f"file:{path}", job="job", min_nodes=2, max_nodes=2, ranks=1, join_timeout=join_timeout,
+def _options(path: Path) -> Options:
+    return Options(
+        endpoint=f"file:{path}", job="job", min_nodes=2, max_nodes=2, ranks=1, join_timeout=300.0,
         local_addr="127.0.0.1",
     )  # fmt: skip
+
+
+def _meet(path: Path) -> tuple[str, list[str]]:
+    """Have a client take part. Return why it was refused, or nothing if the machines have met, and what it said."""
+    ours, theirs = socket.socketpair()
+    options = _options(path)
     refused: list[str] = []
 
     def serve() -> None:
@@ -121,17 +128,54 @@ def _meet(path: Path, *, join_timeout: float) -> tuple[str, list[str]]:
 
 def test_all_that_a_round_waits_for_shares_one_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No wait takes longer than the limit, and together they do; and a job whose rounds all fail comes to an end."""
-    monkeypatch.setenv(knobs.TIMES, "forming=1")
-    store = tmp_path / "store"
+    monkeypatch.setenv(knobs.TIMES, f"forming=1,{_PATIENT}")
+    store, tell, failures = tmp_path / "store", client._Client._tell_failure, count(1)
+
+    def tell_failure(self: client._Client, attempt: RoundAttempt) -> None:
+        tell(self, attempt)
+        if next(failures) == 2:
+            self._limit = time.monotonic()  # --join-timeout is over
+
+    monkeypatch.setattr(client._Client, "_tell_failure", tell_failure)
     with _Other(store, pause=0.4):
-        refused, said = _meet(store, join_timeout=2.0)
+        refused, said = _meet(store)
+    assert next(failures) == 3
     assert "could not start together until --join-timeout: waited for" in refused
     assert any("the machines could not start together, and meet again: waited for" in text for text in said)
 
 
-def test_machines_that_take_their_time_meet_within_the_limit(tmp_path: Path) -> None:
+def test_machines_that_take_their_time_meet_within_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(knobs.TIMES, f"searching=300,forming=300,{_PATIENT}")
     store = tmp_path / "store"
     with _Other(store, pause=0.05):
-        refused, said = _meet(store, join_timeout=20.0)
+        refused, said = _meet(store)
     assert refused == ""
     assert said == []
+
+
+def test_a_machine_that_stands_still_once_it_has_listened_takes_nobody_for_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, store, (ours, theirs) = Clock(), HashStore(), socket.socketpair()
+    monkeypatch.setattr(client, "time", clock)
+    with ours, theirs:
+        mine = client._Client(Channel(theirs, Command.__args__), _options(tmp_path / "store"))
+        mine._base, listen = store, mine._listen
+        mine._cards[2] = replace(mine._card(Meet()), name="other"), True
+        for beat in (1, 2):
+            store.set(_key("beat/other"), json.dumps([beat, []]))
+            listen(["other"])
+
+        def listen_and_stand_still(names: list[str]) -> list[list[object]]:
+            heard = listen(names)
+            clock.sleep(60.0)
+            return heard
+
+        monkeypatch.setattr(mine, "_listen", listen_and_stand_still)
+        assert list(mine._here(())) == [2]
+        # The result of a job whose machines are about to leave is no earlier job's.
+        store.set(_key("beat/other"), json.dumps([3, []]))
+        store.set(_key("0/result"), json.dumps([7, "it has ended"]))
+        mine._found_result = "0/result"
+        with pytest.raises(client._Refusal, match="it has ended"):
+            mine._end_if_over(Meet(), RoundAttempt(1, 0, (2,), ("other",)), {"made": []})

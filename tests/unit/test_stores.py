@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -398,8 +399,10 @@ def _elsewhere(root: StorePath, **changes: Any) -> Sign:
     return sign
 
 
-def test_an_owner_that_gives_signs_of_life_is_named(root: StorePath) -> None:
+def test_an_owner_that_gives_signs_of_life_is_named(root: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
     sign, store, over = _elsewhere(root), ObjectStore.opened("memory"), threading.Event()
+
+    monkeypatch.setenv(knobs.TIMES, "0.002,lease=600")
 
     def live() -> None:
         beat = 0
@@ -416,6 +419,32 @@ def test_an_owner_that_gives_signs_of_life_is_named(root: StorePath) -> None:
         over.set()
         owner.join()
     assert lease.terms(store, root) == [7]
+
+
+@pytest.mark.parametrize("look", ["before the first look", "after a look"])
+def test_an_observer_that_stood_still_itself_takes_nobody_for_silent(
+    root: StorePath, monkeypatch: pytest.MonkeyPatch, look: str
+) -> None:
+    sign, clock, get = _elsewhere(root), Clock(), ObjectStore.get
+    looks, beats = count(1), count(1)
+    monkeypatch.setattr(lease, "time", clock)
+
+    def live(self: ObjectStore) -> None:
+        clock.sleep(1.0)  # longer than a lease
+        self.put(f"{root.key}/owner-00000007.json", replace(sign, beat=next(beats)).to_json())
+
+    def read(self: ObjectStore, key: str) -> bytes:
+        number = next(looks)
+        if number > 2 or (number == 1 and look == "before the first look"):
+            live(self)
+        content = get(self, key)
+        if number == 2 and look == "after a look":
+            live(self)
+        return content
+
+    monkeypatch.setattr(ObjectStore, "get", read)
+    with pytest.raises(lockstep.CheckpointError, match="belongs to another job, process 17 on elsewhere"):
+        Lease(root)
 
 
 @pytest.mark.parametrize("how", ["silent", "released", "gone", "superseded"])

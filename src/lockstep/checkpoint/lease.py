@@ -10,9 +10,10 @@ owner raises every ``Times.lease_beat`` seconds; it writes to its own object and
 
 A job that finds an owner creates the next term only if the owner has released the folder, is known to be gone (its
 process on this machine), is of an earlier round of the same job (Note [Rounds of a job]; it gets some seconds to let
-go), or has given no sign of life for ``Times.lease``. That time passes on the observer's own clock, from when it
-first saw the present number: no clocks of two machines are ever compared. An owner that does give a sign of life in
-it is named in the refusal.
+go), or has given no sign of life for ``Times.lease``. That time passes on the observer's own clock, from when it has
+seen the present number to when it looks and sees it again: no clocks of two machines are ever compared, and the owner
+may give signs of life while the observer itself stands still (Ctrl-Z). An owner that does give a sign of life in that
+time is named in the refusal.
 
 An owner that was slow, and not dead, is *fenced*: nothing depends on whether it notices that its time is over. Before
 each commit it lists the terms, and refuses if there is a higher one. What if it is stopped between that look and the
@@ -296,9 +297,10 @@ def _wait_for_end(store: ObjectStore, root: StorePath, term: int) -> None:
     Raises:
         CheckpointError: it is alive.
     """
-    times, begun = knobs.times(), time.monotonic()
-    first = _read(store, root, term)
+    times, first = knobs.times(), _read(store, root, term)
+    begun = time.monotonic()
     while True:
+        waited = time.monotonic() - begun  # until this look; see Note [Lease]
         sign = _read(store, root, term)
         first = first or sign
         if sign is None:
@@ -306,7 +308,6 @@ def _wait_for_end(store: ObjectStore, root: StorePath, term: int) -> None:
                 return  # there is a later one, which creating the next shows
         elif sign.released or sign.owner.is_gone:
             return
-        waited = time.monotonic() - begun
         if sign is not None and sign.owner.is_superseded:
             if waited > locks.SUCCESSION:
                 return

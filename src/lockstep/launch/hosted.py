@@ -170,7 +170,7 @@ class _Guard:
                 status = os.waitstatus_to_exitcode(os.waitpid(self._launcher, 0)[1])
                 self._code = status if status >= 0 else 128 - status
             self._read(ready)
-            self._keep_in_touch(ready, now)
+            self._keep_in_touch(now)
 
     def _wait(self, signals: int) -> set[int]:
         poll = select.poll()
@@ -223,10 +223,9 @@ class _Guard:
             self._outgoing += frame(kind, data)
         return True
 
-    def _keep_in_touch(self, ready: set[int], now: float) -> None:
+    def _keep_in_touch(self, now: float) -> None:
         if self._connected:
-            if 0 in ready:
-                self._hear(now)
+            self._hear(now)  # whatever poll() said: it may have come while this process stood still
             if now - self._beat >= BEAT:
                 self._beat = now
                 self._outgoing += frame(FrameKind.ALIVE)

@@ -162,6 +162,8 @@ class _Job:
         #: Exit codes of hosts, in the order of their ends, without those that were ended from here.
         self._codes: list[int] = []
         self._lost = False
+        #: The time of the last look whether something has come from the hosts.
+        self._looked = time.monotonic()
         self._ended: set[str] = set()
         #: The time at which the remaining hosts are pressed further, and the number of times they were.
         self._press_at, self._pressed = float("inf"), 0
@@ -210,15 +212,20 @@ class _Job:
         while any(each.open for each in self._connections):
             self._turn()
             now = time.monotonic()
-            for each in self._connections:
-                if each.open and now - each.heard > SILENT:
-                    each.process.kill()
-                    each.open = False
-                    each.words += f"no sign of life for {SILENT:g} s"
+            self._end_silent()
             self._note_ends(now)
             if now >= self._press_at:
                 self._press(now)
         return self.conclude()
+
+    def _end_silent(self) -> None:
+        """End the connections to hosts of which nothing has come for too long, up to the last look whether something
+        has: they give signs of life also while this process stands still, or its output waits for a slow terminal."""
+        for each in self._connections:
+            if each.open and self._looked - each.heard > SILENT:
+                each.process.kill()
+                each.open = False
+                each.words += f"no sign of life for {SILENT:g} s"
 
     def conclude(self) -> int:
         """Show the rest and return the exit code of the job."""
@@ -287,6 +294,7 @@ class _Job:
         for fd in waiting:
             poll.register(fd, select.POLLOUT)
         if all(len(sink.backlog) < _FULL for sink in waiting.values()):
+            self._looked = time.monotonic()
             for each in self._connections:
                 for fd in each.readable:
                     poll.register(fd, select.POLLIN)

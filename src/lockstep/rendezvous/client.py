@@ -338,9 +338,8 @@ class _Client:
 
     def _here(self, spent: Sequence[int]) -> dict[int, Card]:
         """Return the cards of :meth:`_waiting` whose machines give signs of life."""
-        waiting = self._waiting(spent)
+        waiting, now = self._waiting(spent), time.monotonic()
         self._listen([card.name for card in waiting.values()])
-        now = time.monotonic()
         return {
             ticket: card
             for ticket, card in waiting.items()
@@ -635,6 +634,7 @@ class _Client:
             self._found_result = result if meet.last < 0 and self.endpoint.startswith("file:") else ""
         if self._found_result == result:
             now = time.monotonic()
+            self._listen(attempt.names)
             made = fate is not None and "made" in fate  # else others of this job have found the same before
             if not made or all(self._signs.is_silent(name, now) for name in attempt.names):
                 return False

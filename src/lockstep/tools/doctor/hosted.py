@@ -84,9 +84,12 @@ def serve() -> NoReturn:
     host = _Host()
     threading.Thread(target=host.obey, args=(orders,), daemon=True).start()
     buffer, heard = b"", time.monotonic()
-    while time.monotonic() - heard < SILENT:
+    while True:
+        now = time.monotonic()  # before the look: signs of life may come while this process stands still
         if not select.select([0], [], [], 1.0)[0]:
-            continue
+            if now - heard < SILENT:
+                continue
+            break
         data = os.read(0, 65536)
         if not data:
             break

@@ -264,7 +264,7 @@ class _Evaluator:
     def _goes_on(self) -> bool:
         """Return whether the run may make more checkpoints. See Note [The end of a run]."""
         now = time.monotonic()
-        if self._has_owner(now):
+        if self._has_owner():
             self._was_alive, self._alone_since = True, None
             return True
         record = self._record()
@@ -278,15 +278,16 @@ class _Evaluator:
             )
         return now - self._alone_since < self._asked.patience
 
-    def _has_owner(self, now: float) -> bool:
+    def _has_owner(self) -> bool:
         """Return whether a job owns the folder, and lives: one that gives signs of life has given one of late."""
+        now = time.monotonic()  # before the look, as in Note [Lease]
         if self._folder.owner_now() is None:
             return False
         beat = self._folder.beat_now()
         if beat is None:
             return True
         if beat != self._beat[0]:
-            self._beat = beat, now
+            self._beat = beat, time.monotonic()
         return now - self._beat[1] < knobs.times().lease
 
     def _record(self) -> LineageRecord:
@@ -400,7 +401,7 @@ class _Evaluator:
         """Write the lines of results into metrics.jsonl where no job does. See Note [Lines of evaluations]."""
         root = self._folder.path
         path = self._asked.metrics or (None if isinstance(root, StorePath) else Path(root, NAME))
-        if path is None or self._has_owner(time.monotonic()):
+        if path is None or self._has_owner():
             return
         lines = [
             evaluation_line(each.name, step=each.step, time=each.time, numbers=each.numbers or {})

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import itertools
 import os
 import signal
+import sys
 import threading
+import time
 import warnings
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,6 +21,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lockstep import DataParallel
+from lockstep.data_parallel import threads
+from lockstep.data_parallel.threads import Location, Modes, run_replicas
+from tests.launching import LIMIT
 
 TWO = ["cpu", "cpu"]
 
@@ -57,7 +64,7 @@ def test_replicas_run_side_by_side_and_autograd_uses_the_callers_thread() -> Non
     def meet(kind: str) -> None:
         threads[kind].add(threading.current_thread().name)
         if kind == "forward":
-            barriers[-1].wait(timeout=20)
+            barriers[-1].wait(timeout=LIMIT)
 
     class Meeting(nn.Module):
         def forward(self, value: Tensor) -> Tensor:
@@ -190,7 +197,7 @@ def test_a_ctrl_c_is_raised_when_the_other_replicas_have_ended() -> None:
         if size == 2:
             threading.Timer(0.3, goes_on.set).start()
             os.kill(os.getpid(), signal.SIGINT)  # it reaches the main thread, which waits for this one
-            goes_on.wait(timeout=20)
+            goes_on.wait(timeout=LIMIT)
             ended.set()
 
     probe = Probe()
@@ -208,6 +215,46 @@ def test_a_ctrl_c_is_raised_when_the_other_replicas_have_ended() -> None:
         assert ended.is_set()
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("lockstep")]
         assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_a_ctrl_c_at_any_place_where_threads_are_started_loses_none(in_turn: bool) -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+
+    def work() -> None:
+        begun.append(1)
+        time.sleep(0.02)
+        ended.append(1)
+
+    calls, locations = [lambda: None, work, work], [Location(n, 3, torch.device("cpu")) for n in range(3)]
+    before = torch.get_num_threads()
+    for place in itertools.count():
+        places = itertools.count()
+
+        def interrupt(frame: FrameType, _event: str, _: Any, place: int = place, places: Any = places) -> Any:
+            code = frame.f_code
+            starts = code.co_filename == threads.__file__ and code.co_name in ("__init__", "start")
+            if starts and next(places) == place:
+                raise KeyboardInterrupt
+            return interrupt
+
+        traced = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            run_replicas(calls, locations, Modes.of_this_thread("cpu", sharing=3), in_turn=in_turn)
+            break  # it has no more places
+        except KeyboardInterrupt:
+            there = (len(begun), len(ended))
+        finally:
+            sys.settrace(traced)
+        for thread in threading.enumerate():
+            if thread.name.startswith("lockstep"):
+                thread.join()
+        assert (len(begun), len(ended)) == there, f"a replica has worked on, place {place}"
+        assert torch.get_num_threads() == before
+    assert place > 20
+    assert len(begun) == len(ended) > 2
 
 
 def test_a_backward_inside_a_backward_loses_no_gradient() -> None:

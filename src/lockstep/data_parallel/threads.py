@@ -73,27 +73,26 @@ class Modes:
 
 
 class ReplicaThread(Generic[Result]):
-    """A function that runs in its own thread; :meth:`result` returns its result or raises its error."""
+    """A function that runs in its own thread; :meth:`result` returns its result or raises its error.
+
+    A Ctrl-C may come at any place. So whoever starts the thread knows it before, and waits for it in any case.
+    """
 
     def __init__(self, fn: Callable[[], Result], location: Location, modes: Modes) -> None:
         self._fn, self._location, self._modes = fn, location, modes
         self._result: list[Result] = []
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        self._begun = self._called_off = False
+        self._started = self._begun = self._called_off = False
         self._ended = threading.Event()
         context = contextvars.copy_context()
         self._stream = stream_of(location.device)
         self._thread = threading.Thread(target=context.run, args=(self._run,), name=f"lockstep {location}")
-        try:
-            self._thread.start()
-        except BaseException:
-            # Ctrl-C came, most likely while Python waited for the thread to begin: no caller will know of the thread.
-            with self._lock:
-                self._called_off = True
-            if self._begun:
-                self.wait()
-            raise
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+        self._started = True
 
     def _run(self) -> None:
         with self._lock:
@@ -113,7 +112,12 @@ class ReplicaThread(Generic[Result]):
             self._ended.set()
 
     def wait(self) -> None:
-        """Wait until the thread has ended, with a result or an error."""
+        """Wait until the thread has ended, with a result or an error; one that was not started is called off."""
+        if not self._started:  # or Ctrl-C came meanwhile, most likely while Python waited for the thread to begin
+            with self._lock:
+                self._called_off = True
+            if not self._begun:
+                return
         # A join alone is not enough: if Ctrl-C interrupts it, Python takes the thread as ended and waits no more.
         self._ended.wait()
         self._thread.join()
@@ -157,13 +161,14 @@ def run_replicas(
     try:
         if not in_turn:
             cores.divide()
-            running.extend(
-                ReplicaThread(call, location, modes) for call, location in zip(calls[1:], locations[1:], strict=True)
-            )
+            for call, location in zip(calls[1:], locations[1:], strict=True):
+                running.append(ReplicaThread(call, location, modes))
+                running[-1].start()
         first = run_here(calls[0], locations[0])
         if in_turn:
             for call, location in zip(calls[1:], locations[1:], strict=True):
                 running.append(ReplicaThread(call, location, modes))
+                running[-1].start()
                 running[-1].wait()
         return [first, *(each.result() for each in running)]
     finally:

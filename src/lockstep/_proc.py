@@ -133,7 +133,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that the threads of a process have started and not reaped."""
+    """Return the processes that the threads of a process have started and not reaped, those of a thread in order."""
     return [int(word) for thread in threads(pid) for word in read(pid, f"task/{thread}/children").split()]
 
 

@@ -91,7 +91,7 @@ class Pods:
     def kill_rank(self, index: int) -> None:
         """Kill the last rank that a pod's launcher has started."""
         (launcher,) = children(self._pods[index].pid)
-        os.kill(max(children(children(launcher)[0])), signal.SIGKILL)
+        os.kill(children(children(launcher)[0])[-1], signal.SIGKILL)
 
     @property
     def running(self) -> bool:

@@ -412,8 +412,12 @@ class _Forker:
                 connection, _ = self._listener.accept()
                 channel = Channel(connection, [_Asked])
                 asked: list[tuple[_Asked, list[int]]] = []
-                while not asked:
-                    asked = channel.receive()
+                try:
+                    while not asked:
+                        asked = channel.receive()
+                except EOFError:  # it was killed before it had asked
+                    channel.close()
+                    continue
                 ((request, fds),) = asked
                 for module in request.fields.get("modules", ()):
                     _import_once(module)
@@ -432,7 +436,10 @@ class _Forker:
             return True
         for fd in streams:
             os.close(fd)
-        connection.sendall(f"{pid}\n".encode())
+        try:
+            connection.sendall(f"{pid}\n".encode())
+        except ConnectionError:  # who asked was killed meanwhile, and nobody else knows of it
+            os.kill(pid, signal.SIGKILL)
         end = os.pidfd_open(pid)
         self._running[end] = (pid, connection)
         self._selector.register(end, selectors.EVENT_READ)

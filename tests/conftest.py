@@ -145,6 +145,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     """Have the ranks of tests with the mark ``ranks`` forked from the session's warm process."""
     cold = channel.start_zygote
     if pyfuncitem.get_closest_marker("ranks") is not None:
+        from lockstep.testing import session  # here, because many tests do without
+
+        session._OTHERS = _OTHERS
         channel.start_zygote = warm.start_zygote
     try:
         return (yield)

@@ -44,8 +44,8 @@ class Times:
     #: The time within which ranks that are asked to save mostly reach a step; then a late one is reported.
     to_a_step: float = _pause(2.0)
 
-    #: The time that a rank has from its own exception, where another rank has failed as well, to print it: a program's
-    #: excepthook may import what formats it.
+    #: The time that ranks have from another rank's failure to print an exception of their own: a program's excepthook
+    #: may import what formats it.
     telling: float = _limit(5.0)
 
     #: The time without a step after which ranks that are asked to save do so from the side: most loops come to a step

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import selectors
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep import knobs
+from lockstep import _proc, knobs
 from lockstep._files import describe
 from lockstep.debugger.lender import Lender, find_terminal
 from lockstep.errors import LaunchError
@@ -174,6 +175,10 @@ class Attempt:
     def record(self, rank: int) -> FailureRecord | None:
         """Return the record that a rank has left of its failure; None: it has left none."""
         return FailureRecord.read(self.folder, rank)
+
+    def has_record(self, rank: int) -> bool:
+        """Return whether there is one."""
+        return os.path.lexists(self._files.failure(rank))
 
     def outcome(self, streams: Streams | None = None) -> Outcome:
         """Return how this attempt has ended. Records and counters are read at the first call only.
@@ -366,7 +371,8 @@ class Launcher:
         if now >= self._next_look:
             self._next_look = now + knobs.times().heartbeat
             self._look(now)
-        self.apply(self.policy.tick(now, telling=self._telling(now) if self.policy.failing else ()))
+        if self.policy.is_due(now):
+            self.apply(self.policy.tick(now, telling=filter(self._is_telling, self.policy.alive)))
         for text in self._notifier.look(now):
             say(text)
 
@@ -472,10 +478,10 @@ class Launcher:
             terminal=self._terminal,
         )
 
-    def _telling(self, now: float) -> list[int]:
-        """Return the ranks whose programs an exception has ended a moment ago: they print it, and then leave."""
-        records = [record for rank in self.policy.alive if (record := self.attempt.record(rank)) is not None]
-        return [record.rank for record in records if now - record.at < knobs.times().telling]
+    def _is_telling(self, rank: int) -> bool:
+        """Return whether an exception has ended a rank's program, and it is printing it: it ignores SIGTERM meanwhile."""
+        pid = self.policy.states[rank].pid
+        return pid is not None and self.attempt.has_record(rank) and _proc.ignores(pid, signal.SIGTERM)
 
     def _respond(self, action: HangAction, now: float) -> None:
         """Do what ``--on-hang`` says about the report that stands."""

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep import knobs
 from lockstep.codes import CodedEnum
 from lockstep.job.files import FailureRecord
 from lockstep.launch.processes import name
@@ -100,6 +101,8 @@ class Policy:
     deadline: float | None = None
     #: True if a user has ended the job from a debugger.
     has_quit: bool = False
+    #: The time until which ranks that have failed themselves may print their tracebacks.
+    _told_by: float = float("inf")
     #: True when ranks did not even die of SIGKILL.
     gave_up: bool = False
     _killed: bool = False
@@ -155,7 +158,7 @@ class Policy:
         """Stop every rank that is alive, because one failed."""
         if self.stopping:
             return []
-        self.failing = True
+        self.failing, self._told_by = True, now + knobs.times().telling
         self._give(FAILURE_GRACE, now, late_for=KilledFor.FAILURE)
         return self._order(signal.SIGTERM, now)
 
@@ -187,7 +190,8 @@ class Policy:
         if self.stopped_by is None:
             self.stopped_by = signum
             if signum != signal.SIGQUIT:
-                self._give(self.grace, now)
+                if not self.failing:  # else the ranks are ended already, and sooner
+                    self._give(self.grace, now)
                 orders = self._order(signal.SIGTERM if signum == TIME_LIMIT else signum, now)
                 return self._to_those_not_yet_started(orders) if delivered else orders
         elif again < _SAME_SIGNAL:
@@ -206,26 +210,31 @@ class Policy:
         if not self.stopping:
             self._give(self.grace, now)
 
-    def tick(self, now: float, *, telling: Collection[int] = ()) -> list[Order]:
+    def is_due(self, now: float) -> bool:
+        """Return whether a deadline has passed for ranks that are still there."""
+        return self.deadline is not None and now >= self.deadline and bool(self.alive)
+
+    def tick(self, now: float, *, telling: Iterable[int] = ()) -> list[Order]:
         """Kill the ranks that are still there when the deadline has passed.
 
         Args:
             now: on the monotonic clock, in seconds.
-            telling: ranks that have failed themselves a moment ago, and may still be printing their tracebacks. Another
-                rank's failure does not end them meanwhile.
+            telling: ranks that have failed themselves, and are printing their tracebacks. Another rank's failure does
+                not end them for some seconds.
         """
-        if self.deadline is None or now < self.deadline or not self.alive:
+        if not self.is_due(now):
             return []
         if self._killed:
             self.gave_up = True
             return []
-        spare = [rank for rank in self.alive if rank in telling] if self._late_for is KilledFor.FAILURE else []
-        return self._kill(now, self._late_for, spare=spare)
+        waits = self._late_for is KilledFor.FAILURE and now < self._told_by
+        return self._kill(now, self._late_for, spare=[*telling] if waits else ())
 
     def excuse(self, seconds: float) -> None:
         """Give the ranks so many seconds more: the launcher itself stood still, and so did most likely the ranks."""
         if self.deadline is not None:
             self.deadline += seconds
+            self._told_by += seconds
 
     def _give(self, seconds: float, now: float, *, late_for: KilledFor = KilledFor.GRACE) -> None:
         self.deadline, self._late_for = now + seconds, late_for

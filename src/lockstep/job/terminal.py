@@ -155,12 +155,14 @@ class _Forgiving(io.FileIO):
 
     def _write(self, data: Any) -> int:
         """Write a part of ``data`` at least, also where that does not wait for room by itself."""
-        poll, limit = select.poll(), time.monotonic() + _READER
+        limit = float("inf")
         while (written := super().write(data)) is None:
-            if time.monotonic() >= limit:
+            poll, now = select.poll(), time.monotonic()
+            limit = min(limit, now + _READER)
+            if now >= limit:
                 raise BrokenPipeError(f"nothing was read for {_READER:g} s")
             poll.register(self.fileno(), select.POLLOUT)
-            poll.poll(1000 * (limit - time.monotonic()))
+            poll.poll(1000 * (limit - now))
         return written
 
 

@@ -294,7 +294,7 @@ class Answers:
     Args:
         folder: the private folder of their start.
         ranks: whose files are remembered.
-        asked: rank -> its process, of those that are asked.
+        asked: rank -> its process, of those that are asked; it may be filled as they are.
         now: on the monotonic clock.
     """
 

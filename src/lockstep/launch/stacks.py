@@ -33,11 +33,19 @@ def stacks_of(run: Run, rank: int | None) -> Iterator[tuple[int, int | None, str
     ranks = {int(number): pid for number, pid in start["ranks"].items()}
     if rank is not None and rank not in ranks:
         raise LockstepError(f"{run.name} has no rank {rank} on this machine: it has {which_ranks(ranks)}")
-    for number, pid in ranks.items() if rank is None else [(rank, ranks[rank])]:
-        yield number, pid, _ask(Path(start["folder"]), number, pid, world_size=start["world_size"])
+    folder, chosen = Path(start["folder"]), ranks if rank is None else {rank: ranks[rank]}
+    asked: dict[int, int] = {}
+    answers = Answers(folder, chosen, asked=asked, now=time.monotonic())
+    silent = {number: _ask(folder, number, pid, world_size=start["world_size"]) for number, pid in chosen.items()}
+    asked |= {number: pid for number, pid in chosen.items() if pid is not None and not silent[number]}
+    while not answers.are_in(time.monotonic()):
+        time.sleep(0.02)
+    for number, pid in chosen.items():
+        yield number, pid, silent[number] or _answer(folder, number, pid, start=answers.begins[number])
 
 
 def _ask(folder: Path, rank: int, pid: int | None, *, world_size: int) -> str:
+    """Ask a rank; return why that is not possible, or nothing."""
     if pid is None:
         return "it had no process when the others took their first step"
     try:
@@ -47,17 +55,22 @@ def _ask(folder: Path, rank: int, pid: int | None, *, world_size: int) -> str:
     try:
         if _is_leaving(folder, rank, world_size=world_size) or not _proc.catches(pid, STACK_SIGNAL):
             return f"process {pid} does not answer: it has not begun yet, or is leaving"
-        answers = Answers(folder, [rank], asked={rank: pid}, now=time.monotonic())
         signal.pidfd_send_signal(process, STACK_SIGNAL)  # see Note [Asked while leaving] in processes.py
-        while not answers.are_in(time.monotonic()):
-            time.sleep(0.02)
-        with JobFiles(folder).stack(rank).open("rb") as stacks:
-            stacks.seek(answers.begins[rank])
-            text = stacks.read().decode(errors="replace").rstrip()
     except (FileNotFoundError, ProcessLookupError):
         return f"process {pid} has ended"
     finally:
         os.close(process)
+    return ""
+
+
+def _answer(folder: Path, rank: int, pid: int | None, *, start: int) -> str:
+    """Return what a rank has written since it was asked."""
+    try:
+        with JobFiles(folder).stack(rank).open("rb") as stacks:
+            stacks.seek(start)
+            text = stacks.read().decode(errors="replace").rstrip()
+    except FileNotFoundError:
+        return f"process {pid} has ended"
     return text or f"process {pid} has not answered: it may be stopped (kill -CONT {pid})"
 
 

@@ -196,7 +196,7 @@ def read(path: Path) -> Run:
     """
     file = _record_in(path) if path.is_dir() else path
     run = _read(path, file)
-    if "ended" not in run.about and not run.is_alive:
+    if "ended" not in run.about and run.is_here and not run.is_alive:
         run = _read(path, file)  # a launcher writes its end before it goes, which may have been just now
     return run
 

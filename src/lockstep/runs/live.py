@@ -65,6 +65,7 @@ class Live:
     """
 
     def __init__(self, run: Run) -> None:
+        run = history.read(run.path)  # it may have ended since
         run.refuse_unless_alive()
         self._path = run.path
         start = run.start

@@ -111,15 +111,17 @@ class Health:
                 for notice in self._notices:
                     semaphore.post(notice)
             else:
-                self._known = self._read() if self._is_told() else error
+                found = self._read() if self._is_told() else error
+                self._known = self._known or found
         return again(self._known)
 
     def _is_told(self) -> bool:
-        """Return whether the rank that has claimed the record has handed over its text; False: it was killed before."""
+        """Return whether the rank that has claimed the record has handed over its text, to this thread or to another of
+        this rank's; False: it was killed before."""
         limit = time.monotonic() + _GRACE
         while True:
             is_last = time.monotonic() > limit or len(self.gone()) == len(self._where)
-            if semaphore.wait(self._mine, _SLICE):
+            if semaphore.wait(self._mine, _SLICE) or self._known is not None:
                 return True
             if is_last:
                 return False

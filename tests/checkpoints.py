@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
+from lockstep.checkpoint import folders
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.plan import Outline, StateLayout, plan_writes
 from lockstep.checkpoint.read import find_damage, read_manifest
@@ -140,6 +141,12 @@ def save_alone(root: Path, model: Mapping[str, Any], *, step: int = 1, **options
     if isinstance(made, BaseException):
         raise made
     return Path(made)
+
+
+def remove_one(folder: Path) -> None:
+    """Remove a checkpoint as pruning does, whoever reads it."""
+    with folders.renamed(folder) as leftover:
+        folders.remove_tree(leftover)
 
 
 def verify(folder: Path) -> Manifest:

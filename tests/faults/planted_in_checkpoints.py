@@ -46,8 +46,8 @@ CHECKPOINT_FAULTS = [
     Fault(
         "files of an old checkpoint go before its name has gone",
         "checkpoint/folders.py",
-        "        sync_folder(folder.parent, on=on)\n        remove_tree(leftover, on=on)\n",
-        "        remove_tree(leftover, on=on)\n",
+        "        sync_folder(folder.parent, on=on)\n        yield leftover\n",
+        "        yield leftover\n",
         _CRASHES,
     ),
     Fault(
@@ -111,7 +111,9 @@ CHECKPOINT_FAULTS = [
         "checkpoint/save.py",
         "        path = draft.commit(",
         "        from lockstep.checkpoint import folders\n"
-        "        for old in folders.checkpoints(root, on=on):\n            folders.remove(old, on=on)\n"
+        "        for old in folders.checkpoints(root, on=on):\n"
+        "            with folders.renamed(old, on=on) as gone:\n"
+        "                folders.remove_tree(gone, on=on)\n"
         "        path = draft.commit(",
         _CRASHES,
     ),

@@ -172,7 +172,8 @@ def test_a_rank_that_tells_of_its_own_failure_is_not_killed_meanwhile() -> None:
     assert policy.tick(5.7, telling=[2]) == []
     assert not policy.gave_up
     assert policy.tick(9.0) == [Order(SIGKILL, (2,))]
-    assert (endless := Policy(range(2), grace=100)).exited(1, 1, at=5.0)
+    endless = Policy(range(2), grace=100)
+    assert endless.exited(1, 1, at=5.0) == [Order(SIGTERM, (0,))]
     endless.excuse(7.0)
     endless.signalled(SIGINT, delivered=True, now=12.4)  # by a user who wants it gone, and no later
     assert endless.tick(12.5, telling=[0]) == []

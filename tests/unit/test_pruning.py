@@ -17,13 +17,14 @@ import torch
 from torch import nn
 
 import lockstep
+from lockstep import _proc
 from lockstep.checkpoint import disk_folder, folders, locks
 from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.locks import CheckpointGone, reading, taken
 from lockstep.checkpoint.retention import Pruned, Retention, entries, prune, remove, superfluous
 from lockstep.checkpoint.state import Moment
 from lockstep.checkpoint.storage import Storage
-from tests.checkpoints import State, save, verify
+from tests.checkpoints import State, remove_one, save, verify
 
 
 def _save(root: Path, step: int, metric: float | None = None) -> Path:
@@ -73,7 +74,7 @@ def test_a_reader_that_comes_too_late_is_told(tmp_path: Path) -> None:
         assert free
         with pytest.raises(CheckpointGone, match="has just been removed; look for a newer one"), reading(folder):
             pass
-        folders.remove(folder)
+        remove_one(folder)
     for late in (folder, tmp_path / "step-00000009"):
         with pytest.raises(CheckpointGone), reading(late):
             pass
@@ -91,7 +92,7 @@ def test_a_checkpoint_removed_between_opening_and_locking_is_not_read(
 
     def remove_first(*arguments: Any) -> bool:
         monkeypatch.setattr(locks, name, before)
-        folders.remove(folder)
+        remove_one(folder)
         return before(*arguments)
 
     monkeypatch.setattr(locks, name, remove_first)
@@ -148,10 +149,24 @@ def test_a_leftover_that_another_host_removes_as_well_is_gone(tmp_path: Path, op
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_file_of_a_checkpoint_is_open_when_it_is_removed(tmp_path: Path) -> None:
+    """Over NFS a file that its host has open stays under another name, and the folder with it."""
+    old = _save(tmp_path, 1)
+
+    def all_closed() -> None:
+        assert not [
+            path for path in _proc.open_files(os.getpid()) if f"{old.name}." in path and path.endswith(MANIFEST)
+        ]
+
+    on = _Meanwhile("remove", before=all_closed)
+    assert disk_folder.DiskFolder(tmp_path, on).remove(old.name)
+    assert not old.exists()
+
+
 def test_one_that_another_process_has_removed_is_not_being_read(tmp_path: Path) -> None:
     old, newest = (_save(tmp_path, step) for step in (1, 2))
     chosen = superfluous(entries(tmp_path, good=[newest.name]), Retention(last=1))
-    folders.remove(old)
+    remove_one(old)
     assert remove(tmp_path, chosen) == Pruned()
 
 
@@ -231,7 +246,7 @@ def test_one_that_cannot_be_removed_is_a_warning(tmp_path: Path, monkeypatch: py
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(folders, "remove", refuse)
+    monkeypatch.setattr(folders, "renamed", refuse)
     with pytest.warns(RuntimeWarning, match="could not remove the old checkpoint .*step-00000000: Permission denied"):
         prune(tmp_path, saved[1], Retention(last=1))
     assert _steps(tmp_path) == [0, 1]

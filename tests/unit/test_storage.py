@@ -20,7 +20,7 @@ from lockstep.checkpoint.folders import MANIFEST
 from lockstep.checkpoint.manifest import MODEL, FileEntry, Manifest
 from lockstep.checkpoint.plan import Block
 from lockstep.checkpoint.read import find_damage
-from tests.checkpoints import verify
+from tests.checkpoints import remove_one, verify
 
 
 def _manifest(files: dict[str, FileEntry], **changes: Any) -> Manifest:
@@ -149,7 +149,7 @@ def test_only_leftovers_of_dead_saves_are_swept(tmp_path: Path) -> None:
     folders.sweep(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([whole, living.path, *foreign])
     living.discard()
-    folders.remove(whole)
+    remove_one(whole)
     assert sorted(tmp_path.iterdir()) == sorted(foreign)
 
 

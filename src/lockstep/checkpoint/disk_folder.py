@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path, PurePath
 
 from lockstep.checkpoint import folders
@@ -106,11 +106,14 @@ class DiskFolder:
     def remove(self, name: str) -> bool:
         """See the protocol. See Note [Readers and pruning]."""
         folder = self.path / name
-        with taken(folder) as free:
-            if free:
-                folders.remove(folder, on=self._on)
-            elif not folder.is_dir():
-                raise FileNotFoundError(errno.ENOENT, "another process has removed it", str(folder))
+        with ExitStack() as undo:
+            with taken(folder) as free:
+                if free:
+                    leftover = undo.enter_context(folders.renamed(folder, on=self._on))
+                elif not folder.is_dir():
+                    raise FileNotFoundError(errno.ENOENT, "another process has removed it", str(folder))
+            if free:  # and the manifest is closed again: over NFS a file that is open stays, under another name
+                folders.remove_tree(leftover, on=self._on)
         return free
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
 
 from lockstep.checkpoint.storage import POSIX, Storage
@@ -87,15 +88,16 @@ def age(folder: PurePath) -> tuple[int, int]:
     return int(matched[1]), int(matched[2] or 1)
 
 
-def remove(folder: Path, *, on: Storage = POSIX) -> None:
-    """Remove a checkpoint: renamed to a leftover first, so that it is never seen half removed.
+@contextlib.contextmanager
+def renamed(folder: Path, *, on: Storage = POSIX) -> Iterator[Path]:
+    """Rename a checkpoint to a leftover, and yield that: so it is never seen half removed.
 
-    The new name must be on the disk before the first file goes: after a power cut there must be no checkpoint with
-    files missing. The folder is locked as a draft's is, so that no save takes it for the leftover of a dead process.
+    The new name is on the disk before the first file goes: after a power cut there must be no checkpoint with files
+    missing. The folder is locked as a draft's is, so that no save takes it for the leftover of a dead process.
 
     Raises:
         FileNotFoundError: another process has removed it.
-        OSError: it can't be removed.
+        OSError: it can't be renamed.
     """
     leftover = folder.with_name(draft_name(folder.name))
     opened = on.open_folder(folder)
@@ -103,7 +105,7 @@ def remove(folder: Path, *, on: Storage = POSIX) -> None:
         on.lock(opened)  # (where there are no locks, no save removes a leftover)
         on.rename(folder, leftover)
         sync_folder(folder.parent, on=on)
-        remove_tree(leftover, on=on)
+        yield leftover
     finally:
         on.close(opened)
 
@@ -114,19 +116,29 @@ def remove_tree(folder: Path, *, on: Storage = POSIX) -> None:
     What has gone meanwhile is fine: over NFS, where folders have no locks between hosts, another host may remove it,
     too.
     """
-    with contextlib.suppress(FileNotFoundError):
+    with _unless_gone():
         opened = on.open_folder(folder)
         try:
             inner = set(on.folders(folder))
             for name in on.names(opened):
                 if name not in inner:
-                    with contextlib.suppress(FileNotFoundError):
+                    with _unless_gone():
                         on.remove(opened, name)
         finally:
             on.close(opened)
         for name in inner:
             remove_tree(folder / name, on=on)
         on.remove_folder(folder)
+
+
+@contextlib.contextmanager
+def _unless_gone() -> Iterator[None]:
+    """Leave out what has gone, which over NFS is a stale handle where another host has removed an opened folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
 
 
 def drafts(root: Path) -> list[Path]:
@@ -139,15 +151,13 @@ def sweep(root: Path, *, on: Storage = POSIX) -> None:
     for name in on.folders(root):
         if not _DRAFT.fullmatch(name):
             continue
-        try:
+        with _unless_gone():  # whoever wrote or removed it may have done so just now
             opened = on.open_folder(root / name)
-        except FileNotFoundError:
-            continue  # whoever wrote or removed it has just done so
-        try:
-            if on.owner(opened) == os.geteuid() and on.lock(opened):
-                remove_tree(root / name, on=on)
-        finally:
-            on.close(opened)
+            try:
+                if on.owner(opened) == os.geteuid() and on.lock(opened):
+                    remove_tree(root / name, on=on)
+            finally:
+                on.close(opened)
 
 
 def sync_folder(path: Path, *, on: Storage = POSIX) -> None:

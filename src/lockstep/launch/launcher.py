@@ -479,7 +479,7 @@ class Launcher:
         )
 
     def _is_telling(self, rank: int) -> bool:
-        """Return whether an exception has ended a rank's program, and it is printing it: it ignores SIGTERM meanwhile."""
+        """Return whether an exception has ended a rank's program, and is printed: it ignores SIGTERM meanwhile."""
         pid = self.policy.states[rank].pid
         return pid is not None and self.attempt.has_record(rank) and _proc.ignores(pid, signal.SIGTERM)
 

@@ -257,10 +257,12 @@ def test_a_save_that_fails_on_the_way_out_is_told(tmp_path: Path) -> None:
     assert "stopped by SIGTERM; ranks 0 and 1 failed on their way out: ZeroDivisionError: division by zero" in done.err
 
 
-def test_sigusr1_kills_nobody_who_has_no_use_for_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parent", ["", "import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN)"])
+def test_sigusr1_kills_nobody_who_has_no_use_for_it(tmp_path: Path, parent: str) -> None:
+    """And is heard also where it is ignored: by a program whose training loop is over, which starts another job."""
     os.mkfifo(tmp_path / "go")
     (tmp_path / "train.py").write_text("print('here', flush=True)\nopen('go').read()\n")
-    with start(["lockstep", "run", "-n", "1", "train.py"], tmp_path) as job:
+    with start(["lockstep", "run", "-n", "1", "train.py"], tmp_path, before=parent) as job:
         assert job.read_line() == "here"
         os.kill(job.pid, signal.SIGUSR1)
         assert job.read_error().startswith("lockstep: SIGUSR1: no rank can save now; only a Checkpointer")

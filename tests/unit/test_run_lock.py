@@ -19,7 +19,10 @@ from typing import Any
 import pytest
 
 import lockstep
+from lockstep import _proc
 from lockstep.checkpoint import locks
+from lockstep.checkpoint.ask import save_now
+from lockstep.checkpoint.disk_folder import DiskFolder
 from lockstep.checkpoint.locks import LOCK_FILE, Owner, RunLock, owner_of
 
 _HOLDER = """
@@ -333,3 +336,41 @@ def test_a_lock_file_that_goes_while_it_is_taken_is_no_lock(tmp_path: Path, monk
     assert taken == 2
     assert Owner.from_json((tmp_path / LOCK_FILE).read_bytes()) == Owner.this_process()
     held.release()
+
+
+@pytest.mark.parametrize(
+    ("look", "seen"),
+    [("catches", False), ("catches", True), ("lives", True)],
+    ids=["before its handlers are looked at", "after that", "as the signal is sent"],
+)
+def test_an_owner_that_ends_as_it_is_asked_to_save_is_said_to_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: str, seen: bool
+) -> None:
+    with _holder(tmp_path) as process:
+
+        def end(*_: int) -> bool:
+            process.kill()
+            process.wait()
+            return seen
+
+        monkeypatch.setattr(_proc, "catches", lambda *_: True)
+        monkeypatch.setattr(_proc, look, end)
+        with pytest.raises(lockstep.CheckpointError, match=rf"(?s)^process {process.pid} on .* and has not saved$"):
+            save_now(tmp_path, limit=30.0)
+
+
+def test_no_other_process_is_asked_to_save_that_has_the_owners_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner has ended since its record was read, and the signal would end the process that has its number now."""
+    with _holder(tmp_path) as process:
+        owner = owner_of(tmp_path)
+        assert owner is not None
+        earlier = replace(owner, start=owner.start - 1)
+        monkeypatch.setattr(DiskFolder, "owner_now", lambda _: earlier)
+        monkeypatch.setattr(_proc, "catches", lambda *_: True)
+        with pytest.raises(lockstep.CheckpointError, match="has ended, and has not saved"):
+            save_now(tmp_path, limit=30.0)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(timeout=30) == 0

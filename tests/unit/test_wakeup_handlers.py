@@ -126,3 +126,30 @@ def test_signals_are_as_before_once_another_thread_has_closed_them() -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
     assert following.wanted is Action.SAVE
     following.close()
+
+
+def test_a_request_to_save_that_comes_when_the_loop_is_over_ends_no_process() -> None:
+    """Whoever sent it has looked a moment earlier, and has seen a handler."""
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    for _ in range(2):
+        requests = Requests()
+        requests.listen()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert requests.wanted is Action.SAVE
+        requests.close()
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("moment", ["before the loop", "in the loop"])
+def test_a_handler_of_the_programs_own_stays_after_the_loop(moment: str) -> None:
+    requests, heard = Requests(), []
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    if moment == "in the loop":
+        requests.listen()
+    signal.signal(signal.SIGUSR1, lambda signum, _frame: heard.append(signum))
+    requests.listen()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    requests.close()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert (requests.wanted, heard) == (None, [signal.SIGUSR1] * 2)

@@ -29,16 +29,8 @@ def save_now(root: PurePath, *, limit: float) -> PurePath:
     """
     folder = run_folder(root)
     owner = _owner_here(folder)
-    if not _proc.catches(owner.pid, signal.SIGUSR1):
-        raise CheckpointError(
-            f"{root} belongs to {owner}, which takes no requests: only a loop over its Checkpointer's epochs does, "
-            "in a program that has no handler of its own for SIGUSR1"
-        )
     before = set(folder.checkpoints())
-    try:
-        os.kill(owner.pid, signal.SIGUSR1)
-    except PermissionError:
-        raise CheckpointError(f"{root} belongs to {owner}: only that user can ask it to save") from None
+    _ask(owner, root)
     deadline = time.monotonic() + limit
     while not (new := [path for path in folder.checkpoints() if path not in before and folder.has_manifest(path.name)]):
         if time.monotonic() > deadline:
@@ -47,7 +39,7 @@ def save_now(root: PurePath, *, limit: float) -> PurePath:
                 "lockstep runs stack shows where its ranks are"
             )
         if not _is_there(owner):
-            raise CheckpointError(f"{owner} has ended, and has not saved")
+            raise _ended(owner)
         time.sleep(_PAUSE)
     return new[0]
 
@@ -61,6 +53,34 @@ def _owner_here(folder: RunFolder) -> Owner:
             f"{folder.path} belongs to {owner}: give the command there, where its processes can be seen"
         )
     return owner
+
+
+def _ask(owner: Owner, root: PurePath) -> None:
+    """Send the owner the request. A loop that ends in this moment ignores it."""
+    try:
+        process = os.pidfd_open(owner.pid)  # unlike a process id, it never comes to mean another process
+    except ProcessLookupError:
+        raise _ended(owner) from None
+    try:
+        takes_requests = _proc.catches(owner.pid, signal.SIGUSR1)
+        if not _is_there(owner):
+            raise _ended(owner)
+        if not takes_requests:
+            raise CheckpointError(
+                f"{root} belongs to {owner}, which takes no requests: only a loop over its Checkpointer's epochs does, "
+                "in a program that has no handler of its own for SIGUSR1"
+            )
+        signal.pidfd_send_signal(process, signal.SIGUSR1)
+    except ProcessLookupError:
+        raise _ended(owner) from None
+    except PermissionError:
+        raise CheckpointError(f"{root} belongs to {owner}: only that user can ask it to save") from None
+    finally:
+        os.close(process)
+
+
+def _ended(owner: Owner) -> CheckpointError:
+    return CheckpointError(f"{owner} has ended, and has not saved")
 
 
 def _is_there(owner: Owner) -> bool:

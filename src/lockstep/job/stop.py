@@ -250,7 +250,8 @@ class Requests:
     """The requests that signals have made of this process since :meth:`listen`.
 
     SIGTERM, SIGINT and SIGHUP (the terminal has gone) ask it to save and leave, SIGUSR1 to save. Signals that the
-    program handles itself, or that are ignored (nohup, a shell's ``&``), are left alone.
+    program handles itself, or that are ignored (nohup, a shell's ``&``), are left alone; but SIGUSR1 is a request also
+    where it is ignored, which it is from :meth:`close` on: one that was sent a moment earlier must not end the process.
     """
 
     def __init__(self) -> None:
@@ -291,8 +292,9 @@ class Requests:
             if isinstance(owner, Requests) and owner._is_closed:
                 owner.close()
             before = signal.getsignal(signum)
-            if before in (signal.SIG_DFL, signal.default_int_handler, interrupt_once):
-                self._before[signum] = before
+            is_ignored = signum == _SAVE and before == signal.SIG_IGN
+            if is_ignored or before in (signal.SIG_DFL, signal.default_int_handler, interrupt_once):
+                self._before[signum] = signal.SIG_IGN if signum == _SAVE else before
                 signal.signal(signum, self._on_signal)
         # Not documented, but what multiprocessing's own modules and torch use to act in a forked worker.
         util.register_after_fork(self, _spare_daemons)
@@ -332,7 +334,7 @@ class Requests:
                 signal.signal(signum, signal.SIG_IGN)
 
     def close(self) -> None:
-        """Restore the earlier signal handlers."""
+        """Restore the earlier signal handlers, but ignore SIGUSR1."""
         if not self._before or self.leaving or self._process != os.getpid():
             return
         if threading.current_thread() is not threading.main_thread():

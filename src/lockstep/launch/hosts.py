@@ -149,7 +149,7 @@ class _Job:
     def __init__(self, connections: Sequence[Connection], *, grace: float) -> None:
         self._connections = connections
         self._grace = grace
-        self._signals = SignalQueue({*STOPPING, SAVE, signal.SIGTSTP} - ignored())
+        self._signals = SignalQueue({*STOPPING, SAVE, signal.SIGTSTP} - ignored(STOPPING))
         self._sinks = {FrameKind.OUTPUT: OutputSink(1), FrameKind.ERROR: OutputSink(2)}
         if error_sink() == 1:
             self._sinks[FrameKind.ERROR] = self._sinks[FrameKind.OUTPUT]

@@ -80,7 +80,7 @@ def run(spec: JobSpec) -> int:
     with ExitStack() as undo:
         _open_standard_streams()
         terminal.outlive()
-        signals = SignalQueue(s for s in (*STOPPING, SAVE, signal.SIGWINCH) if s not in ignored())
+        signals = SignalQueue(s for s in (*STOPPING, SAVE, signal.SIGWINCH) if s not in ignored(STOPPING))
         # A request to save in a job's last moment must not end a launcher that has nothing left to save. After an
         # agreed stop all signals stay blocked to the very end: a scheduler that sees one machine's launcher leave may
         # stop the others by a second signal, which would hide that they have saved.

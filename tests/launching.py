@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +25,9 @@ LIMIT = 300.0
 _TELLING = 20.0
 #: The monotonic time at which the test that runs would be ended, without a word of its jobs.
 test_ends = float("inf")
+
+#: LOCKSTEP_TIMES of jobs on several machines, of which none is to be lost because it gets no processor for a while.
+PATIENT = "silent=60,cut_off=70,stuck=90,heard=60,forming=120,farewell=60,leaving=70"
 
 #: Python for ``before``: what this job mounts nobody else sees. (CLONE_NEWNS; os.unshare came with Python 3.12.)
 OWN_MOUNTS = """
@@ -172,6 +176,14 @@ def own_mount(target: str | Path, options: str) -> str:
     skip_unless("mount -t tmpfs tmpfs /mnt && umount /mnt", "a file system of the job's own")
     mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(target)]
     return f"{OWN_MOUNTS}subprocess.run({mount!r}, check=True)\n"
+
+
+@contextmanager
+def closed_port() -> Iterator[int]:
+    """A port of 127.0.0.1 at which nothing listens, and nobody begins to."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
 
 
 def gone_within(pids: list[int], seconds: float) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.ports import free_port
-from tests.launching import wait_for
+from tests.launching import LIMIT, closed_port, wait_for
 
 _SERVER = """
 Port {port}
@@ -49,6 +48,9 @@ Host *
     StrictHostKeyChecking yes
 """
 
+#: What the server says of a port that another program has.
+_TAKEN = "Address already in use"
+
 
 @dataclass(frozen=True)
 class Sshd:
@@ -67,13 +69,24 @@ def sshd(folder: Path) -> Iterator[Sshd]:
         pytest.skip("there is no sshd, or no ssh (openssh-server, openssh-client)")
     for name in ("host_key", "user_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # where it is root's, it gives up its rights there
+    with closed_port() as closed:
+        process = None
+        while process is None:
+            process = _start(server, folder, free_port(), closed)
+        try:
+            yield Sshd(process.pid, f"ssh -F {folder / 'client'}")
+        finally:
+            _end(process)
+
+
+def _start(server: str, folder: Path, port: int, closed: int) -> subprocess.Popen[bytes] | None:
+    """Start it at a port; None: another program has taken the port meanwhile."""
     key = " ".join((folder / "host_key.pub").read_text().split()[:2])
-    port = free_port()
-    names = {"folder": folder, "port": port, "closed": free_port()}
+    names = {"folder": folder, "port": port, "closed": closed}
     (folder / "known_hosts").write_text("".join(f"[127.0.0.{number}]:{port} {key}\n" for number in (1, 2)))
     (folder / "server").write_text(_SERVER.format(**names))
     (folder / "client").write_text(_CLIENT.format(**names))
-    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # where it is root's, it gives up its rights there
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [server, "-D", "-e", "-f", str(folder / "server")],
@@ -82,18 +95,24 @@ def sshd(folder: Path) -> Iterator[Sshd]:
             start_new_session=True,
         )
     try:
-        wait_for(lambda: process.poll() is not None or _answers(port), "sshd", limit=20)
-        if process.poll() is not None:
-            pytest.skip(f"sshd does not start here: {(folder / 'log').read_text().strip()}")
-        yield Sshd(process.pid, f"ssh -F {folder / 'client'}")
-    finally:
-        process.terminate()
-        process.wait(10)
+        wait_for(lambda: process.poll() is not None or _is_decided((folder / "log").read_text()), "sshd")
+    except AssertionError:
+        _end(process)
+        raise
+    said = (folder / "log").read_text().strip()
+    if _TAKEN in said:
+        _end(process)
+        return None
+    if process.poll() is not None:
+        pytest.skip(f"sshd does not start here: {said}")
+    return process
 
 
-def _answers(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.2", port), timeout=1).close()
-    except OSError:
-        return False
-    return True
+def _is_decided(said: str) -> bool:
+    """Whether the server listens at both addresses, or can't."""
+    return said.count("Server listening on") == 2 or _TAKEN in said
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    process.wait(LIMIT)

@@ -17,6 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lockstep._files import StorePath
 from lockstep.checkpoint.object_store import ObjectStore
+from lockstep.launch.ports import free_port
 
 #: Operations that a checkpoint's requests come to.
 _OPERATIONS = ("pipe_file", "cat_file", "find", "rm_file")
@@ -121,7 +122,8 @@ class Served:
     def __init__(self, folder: Path, port: int, servers: list[subprocess.Popen[str]]) -> None:
         self.folder = folder
         self._to, self._servers = port, servers
-        self._way = start("tests.s3_way", "0", str(port))
+        # The kernel gives it to no other socket while the way is away.
+        self._way = start("tests.s3_way", str(free_port()), str(port))
         self._port = port_of(self._way)
 
     @property

@@ -12,6 +12,7 @@ import pytest
 
 from lockstep import machine
 from lockstep.launch.ras import RasAddress, RasQuestion, in_words
+from tests.launching import LIMIT, closed_port
 
 #: As NCCL's user guide shows it.
 HEAD = """\
@@ -161,7 +162,7 @@ def _as_nccl(client: socket.socket) -> None:
 
 
 def _answer(question: RasQuestion) -> str:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 2 * LIMIT
     while (said := question.answer()) is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -170,18 +171,17 @@ def _answer(question: RasQuestion) -> str:
 
 def test_nccl_is_asked_by_its_protocol() -> None:
     with _serving(_as_nccl) as address:
-        assert "6 ranks have launched up to operation 6649" in _answer(RasQuestion(address))
+        assert "6 ranks have launched up to operation 6649" in _answer(RasQuestion(address, limit=LIMIT))
 
 
 def test_where_nobody_answers_nothing_is_said() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    assert _answer(RasQuestion(RasAddress("127.0.0.1", port))) == ""
+    with closed_port() as port:
+        assert _answer(RasQuestion(RasAddress("127.0.0.1", port))) == ""
 
 
 def test_another_program_is_not_taken_for_nccl() -> None:
     with _serving(lambda client: client.sendall(b"220 mail.example ESMTP\n")) as address:
-        assert _answer(RasQuestion(address)) == ""
+        assert _answer(RasQuestion(address, limit=LIMIT)) == ""
 
 
 def _silent(client: socket.socket) -> None:
@@ -193,7 +193,7 @@ def test_one_that_says_nothing_is_left_after_the_time_limit() -> None:
     with _serving(_silent) as address:
         begun = time.monotonic()
         assert _answer(RasQuestion(address, limit=1.0)) == ""
-        assert time.monotonic() - begun < 30
+        assert time.monotonic() - begun < LIMIT
 
 
 def test_a_question_that_nobody_wants_to_know_any_more_ends_at_once() -> None:
@@ -206,6 +206,6 @@ def test_a_question_that_nobody_wants_to_know_any_more_ends_at_once() -> None:
 
     with _serving(silent) as address:
         question = RasQuestion(address, limit=600.0)
-        assert arrived.wait(60)
+        assert arrived.wait(LIMIT)
         question.close()
         assert question.answer() == ""

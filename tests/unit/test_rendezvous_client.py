@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
-from lockstep.launch.ports import free_port
 from lockstep.rendezvous import endpoint
 from lockstep.rendezvous.addresses import is_only_here
 from lockstep.rendezvous.endpoint import Knock, check_file, split
+from tests.launching import LIMIT, closed_port
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def _knock(where: str) -> Knock:
     knock = Knock(where, None, doubtful=True)
     knock.start()
-    knock.join(20.0)
+    knock.join(LIMIT)
     assert not knock.is_alive()
     assert knock.error is None
     assert knock.store is None
@@ -71,19 +71,22 @@ def _knock(where: str) -> Knock:
 
 @pytest.mark.usefixtures("elsewhere")
 def test_nothing_listens_there() -> None:
-    where = f"127.0.0.1:{free_port()}"
-    assert f"nothing answers at {where} (the connection is refused)" in _knock(where).why
+    with closed_port() as port:
+        where = f"127.0.0.1:{port}"
+        assert f"nothing answers at {where} (the connection is refused)" in _knock(where).why
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_another_program_listens_there() -> None:
+def test_another_program_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "_CONNECT", LIMIT)
+    monkeypatch.setattr(endpoint, "_GREETING", LIMIT)
     with socket.create_server(("127.0.0.1", 0)) as server:
         where = f"127.0.0.1:{server.getsockname()[1]}"
         knock = Knock(where, None, doubtful=True)
         knock.start()
         connection, _ = server.accept()
         connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
-        knock.join(20.0)
+        knock.join(LIMIT)
         connection.close()
     assert f"another program uses the port: at {where} it begins with 'SSH-2.0-OpenSSH_9.2'" in knock.why
 
@@ -152,7 +155,7 @@ def test_a_file_that_is_no_store(tmp_path: Path, make: Callable[[Path], object],
     make(tmp_path / "store")
     knock = Knock(f"file:{tmp_path / 'store'}", None, doubtful=False)
     knock.start()
-    knock.join(10.0)
+    knock.join(LIMIT)
     assert not knock.is_alive()
     assert isinstance(knock.error, ValueError), knock.error
     assert f"{tmp_path / 'store'}, " in str(knock.error)

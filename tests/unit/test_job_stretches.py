@@ -137,9 +137,9 @@ def test_the_stretches_of_many_ranks_are_found_quickly() -> None:
         Milestone(each.at, each.looks, {rank: each.ranks[rank % 4 if rank != 5 else 0] for rank in range(256)})
         for each in moments
     ]
-    begun = time.perf_counter()
+    begun = time.process_time()
     assert find(many, range(256)) == [], "63 others are as slow as rank 1"
-    assert time.perf_counter() - begun < 5.0, "with what a busy machine adds"
+    assert time.process_time() - begun < 5.0, "with what a busy machine adds"
 
 
 def test_one_rank_alone_and_too_few_moments() -> None:

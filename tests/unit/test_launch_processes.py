@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.processes import _is_tracker
-from tests.launching import wait_for
+from tests.launching import LIMIT, wait_for
 
 #: Starts a tracker, and tells its process; ends with standard input.
 _START = "from {module} import _resource_tracker as t; t.ensure_running(); print(t._pid, flush=True); input()"
@@ -51,7 +51,7 @@ print(child.pid, seen(os.getpid()), len(calls) > 2, reaped == {child.pid}, flush
 
 
 def test_a_process_that_was_not_seen_is_ended_all_the_same() -> None:
-    done = subprocess.run([sys.executable, "-c", _UNSEEN], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", _UNSEEN], capture_output=True, text=True, timeout=LIMIT)
     child, rest = done.stdout.split(" ", 1)
     assert rest == "[] True True\n", done.stderr
     assert not Path(f"/proc/{child}").exists()
@@ -94,14 +94,14 @@ weakref.finalize(kept, print, "a finalizer of the zygote's")
 processes.leave_finalizers_to_the_kernel()
 weakref.finalize(kept, print, "a finalizer of its own")
 atexit.register(print, "an exit function")
-threading.Timer(0.05, print, ("a thread",)).start()
 sys.stdout.write("a buffer, ")
+threading.Timer(0.05, print, ("a thread",)).start()
 processes.end_and_leave_memory_to_the_kernel(300)
 """
 
 
 def test_a_process_that_leaves_its_memory_ends_as_any_other() -> None:
-    done = subprocess.run([sys.executable, "-c", _BRIEF], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", _BRIEF], capture_output=True, text=True, timeout=LIMIT)
     assert done.stdout.splitlines() == ["a buffer, a thread", "an exit function", "a finalizer of its own"], done.stderr
     assert done.returncode == 300 & 0xFF
     assert done.stderr == ""

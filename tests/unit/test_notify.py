@@ -14,6 +14,13 @@ import pytest
 from lockstep import knobs
 from lockstep.launch.notify import Notice, Notifier
 from lockstep.launch.spec import JobSpec, Program
+from tests.launching import wait_for
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No command takes too long, unless the test says so."""
+    monkeypatch.setenv(knobs.TIMES, "notify=300")
 
 
 def _read(path: Path) -> list[dict[str, object]]:
@@ -69,8 +76,11 @@ def test_a_command_that_takes_too_long_is_killed_with_all_that_it_has_started(
     monkeypatch.setenv(knobs.TIMES, "notify=1")
     pid = tmp_path / "pid"
     notifier = Notifier(f"sleep 600 & echo $! > {pid}; echo waiting; wait")
-    notifier.tell(Notice.HANG, "late")
     begin = time.monotonic()
+    notifier.tell(Notice.HANG, "late")
+    running = notifier._running
+    assert running is not None
+    wait_for(lambda: b"waiting" in os.pread(running._output.fileno(), 100, 0), "its words")
     (said,) = notifier.finish()
     assert time.monotonic() - begin >= 1
     assert said == (

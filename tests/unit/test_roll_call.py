@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -18,14 +19,15 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 
 from lockstep import EnvironmentMismatch, RendezvousError, _proc
 from lockstep.comm import roll_call
+from lockstep.comm.group import meeting
 from lockstep.comm.group.meeting import Whereabouts
 from lockstep.comm.roll_call import call_roll
 from lockstep.identity import Identity
-from tests.launching import wait_for
+from tests.launching import LIMIT, wait_for
 
 
 def _come(
-    store: Store, rank: int, *, size: int = 2, world: str = "", is_agents: bool = False, timeout: float = 10.0
+    store: Store, rank: int, *, size: int = 2, world: str = "", is_agents: bool = False, timeout: float = LIMIT
 ) -> Store:
     identity = Identity(rank, size, rank, size, 0, launched=True)
     return call_roll(store, identity, where="n0:1234", world=world, is_agents=is_agents, timeout=timeout)
@@ -40,7 +42,28 @@ class _Coming:
         pool.shutdown(wait=False)  # the thread ends when the rank has come
 
     def result(self) -> Store:
-        return self._got.result(30)
+        return self._got.result(2 * LIMIT)
+
+
+class _ByHand:
+    """In the place of ``time`` where ranks meet: the test says how late it is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self._looks = 0.0, 0
+        for module in (roll_call, meeting):
+            monkeypatch.setattr(module, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, _: float) -> None:
+        self._looks += 1
+        time.sleep(0.001)
+
+    def wait_for_looks(self, number: int) -> None:
+        """Wait until who waits has looked so many more times."""
+        before = self._looks
+        wait_for(lambda: self._looks >= before + number, "more looks")
 
 
 def _opened(store: Store, size: int = 2) -> str:
@@ -143,23 +166,27 @@ def test_a_rank_that_gives_up_is_not_counted_on() -> None:
     assert _is_shared([_come(store, 1, size=3), other.result(), waits.result()])
 
 
-def test_a_rank_that_gives_up_leaves_the_place_to_who_has_taken_it() -> None:
+def test_a_rank_that_gives_up_leaves_the_place_to_who_has_taken_it(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     with pytest.raises(RendezvousError, match="rank 0 of 3: rank 1 did not come"):
         _come(store, 0, size=3, timeout=0.05)
     key, instead = f"{_opened(store, 3)}/here/1", _another(boot_id="another")
-    gives_up = _Coming(lambda: _come(store, 1, size=3, timeout=1.0))
+    clock = _ByHand(monkeypatch)
+    gives_up = _Coming(lambda: _come(store, 1, size=3))
     _wait_for_another(store, key)
     store.set(key, instead)
+    clock.now += 2 * LIMIT
     with pytest.raises(RendezvousError, match="not all ranks have come"):
         gives_up.result()
     assert store.get(key).decode() == instead
 
 
-def test_rank_0_names_who_gave_up_and_did_not_come_again() -> None:
-    store = HashStore()
-    waits = _Coming(lambda: _come(store, 0, timeout=1.0))
+def test_rank_0_names_who_gave_up_and_did_not_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, clock = HashStore(), _ByHand(monkeypatch)
+    waits = _Coming(lambda: _come(store, 0))
     store.set(f"{_opened(store)}/here/1", "")
+    clock.wait_for_looks(2)
+    clock.now += 2 * LIMIT
     with pytest.raises(RendezvousError, match="rank 0 of 2: rank 1 came, and gave up before all were there"):
         waits.result()
 

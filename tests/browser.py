@@ -21,7 +21,7 @@ import pytest
 
 _PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 #: Seconds for an answer, and for the browser to end.
-_LIMIT, _ENDING = 30.0, 10.0
+_LIMIT, _ENDING = 200.0, 60.0
 #: Nothing that looks for a network, and nothing in /dev/shm, which other tests watch.
 _OPTIONS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",

@@ -23,6 +23,7 @@ from lockstep.checkpoint.state import Moment
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.comm.peers import OverStore, Peers
 from lockstep.errors import CheckpointCorrupt
+from tests.launching import LIMIT
 
 
 class _Turns:
@@ -36,7 +37,7 @@ class _Turns:
 
     def wait(self, rank: int) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self._turn == rank, timeout=60)
+            assert self._changed.wait_for(lambda: self._turn == rank, timeout=LIMIT)
 
     def exchange(self, rank: int, number: int, record: Any) -> list[Any]:
         with self._changed:
@@ -102,7 +103,7 @@ def save(
 
     def rank_main(rank: int) -> PurePath | BaseException:
         if not in_turn:
-            return rank_saves(rank, OverStore(store, rank=rank, world_size=size, key="save", timeout=20.0))
+            return rank_saves(rank, OverStore(store, rank=rank, world_size=size, key="save", timeout=LIMIT))
         turns.wait(rank)
         try:
             return rank_saves(rank, InTurn(turns, rank, size))

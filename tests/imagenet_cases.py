@@ -81,7 +81,7 @@ def alone_or_launched(arguments: Sequence[str], launched: bool) -> str:
 def recipe(ranks: int | None, *arguments: str | Path) -> str:
     """Run the recipe on so many ranks, or as a process that nobody launched; what rank 0 printed."""
     words = [str(argument) for argument in arguments]
-    outputs = run_ranks(alone_or_launched, ranks or 1, words, ranks is not None, timeout=100)
+    outputs = run_ranks(alone_or_launched, ranks or 1, words, ranks is not None)
     return str(outputs[0])
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launching import LIMIT
+
 _GUARD = """
 import pickle, sys
 
@@ -81,7 +83,7 @@ _ATTACKS = {
 
 def _run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-B", "-c", script, str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep import knobs
 from tests import warm
-from tests.launching import python_path
+from tests.launching import LIMIT, PATIENT, python_path
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md"])
@@ -79,9 +80,10 @@ def run(command: list[str], block: Block, document: Path, folder: Path) -> None:
         "PATH": os.pathsep.join([str(warm.server().commands), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": python_path(ROOT / "tests" / "site"),
         "XDG_STATE_HOME": str(folder / "state"),
+        knobs.TIMES: PATIENT,
     }
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT, stdin=subprocess.DEVNULL
     )
     assert done.returncode == 0, (
         f"{document.name}, line {block.line}: exit code {done.returncode}\n{block.code}\n{done.stdout}\n{done.stderr}"

@@ -21,7 +21,7 @@ from lockstep.job.files import EXIT_SAVED
 from lockstep.launch.ports import free_port
 from tests import warm
 from tests.faults.machines import SOON
-from tests.launching import python_path, run, start
+from tests.launching import LIMIT, PATIENT, python_path, run, start
 
 ROOT = Path(__file__).parents[2]
 GUIDES = ROOT / "docs" / "guides"
@@ -180,7 +180,12 @@ def test_two_nodes_of_a_task_save_when_one_is_told_to_leave_and_resume(
     assert variables["RDZV_PORT"] == "29400"
     found = []
     for _ in range(2):
-        variables |= {"RUNS": str(tmp_path), "RDZV_PORT": str(free_port()), "ASKED_BY": asked_by, knobs.TIMES: SOON}
+        variables |= {
+            "RUNS": str(tmp_path),
+            "RDZV_PORT": str(free_port()),
+            "ASKED_BY": asked_by,
+            knobs.TIMES: f"{SOON},{PATIENT}",
+        }
         variables |= {"PYTHONPATH": python_path(), "XDG_STATE_HOME": str(tmp_path / "state"), knobs.QUIET: "1"}
         path = [str(warm.server().commands), str(Path(sys.executable).parent), os.environ["PATH"]]
         variables["PATH"] = os.pathsep.join(path)
@@ -196,7 +201,7 @@ def test_two_nodes_of_a_task_save_when_one_is_told_to_leave_and_resume(
             )
             for rank in range(2)
         ]
-        outputs = [node.communicate(timeout=200)[0] for node in nodes]
+        outputs = [node.communicate(timeout=LIMIT)[0] for node in nodes]
         found.append(([node.returncode for node in nodes], "".join(outputs)))
     (codes, first), (others, second) = found
     assert codes == [EXIT_SAVED, EXIT_SAVED], first
@@ -214,4 +219,4 @@ def test_what_interrupts_a_task_of_dstack_reaches_the_launcher(tmp_path: Path) -
     section, variables = _section("dstack")
     env = {**os.environ, **variables, **_node("dstack", 0), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     with subprocess.Popen(["sh", "-c", section], env=env, stdout=subprocess.PIPE, text=True) as node:
-        assert node.communicate(timeout=60)[0].split() == [str(node.pid)]
+        assert node.communicate(timeout=LIMIT)[0].split() == [str(node.pid)]

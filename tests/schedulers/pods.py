@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep._proc import children, descendants
-from tests.launching import wait_for
+from tests.launching import LIMIT, wait_for
 
 #: What the machine must let us do; see tests/namespaces.py.
 NEEDS = "unshare --net --uts --pid --fork sh -ec 'ip link add c0 type veth peer name c1; mount -t tmpfs tmpfs /mnt'"
@@ -115,7 +115,7 @@ class Pods:
         ours = os.readlink("/proc/self/ns/net")
         wait_for(lambda: all(_network(pid) not in (None, ours) for pid in (first, second)), "the pods' networks")
         cable = ["ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(second)]
-        subprocess.run(["nsenter", f"--net=/proc/{first}/ns/net", *cable], check=True, timeout=20)
+        subprocess.run(["nsenter", f"--net=/proc/{first}/ns/net", *cable], check=True, timeout=LIMIT)
         for pod in self._pods:
             assert pod.stdin is not None
             pod.stdin.write("go\n")

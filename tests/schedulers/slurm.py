@@ -17,7 +17,7 @@ from pathlib import Path
 from lockstep.launch.ports import free_port
 
 #: Seconds for the nodes to come up.
-_UP = 30.0
+_UP = 120.0
 _CONFIGURATION = """\
 ClusterName=lockstep-{port}
 FirstJobId={port}
@@ -44,7 +44,9 @@ MpiDefault=none
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 RequeueExit=75
-SlurmdTimeout=10
+SlurmdTimeout=300
+MessageTimeout=60
+TCPTimeout=60
 """
 
 
@@ -83,7 +85,7 @@ class Cluster:
             self.close()
             raise
 
-    def run(self, *command: str, cwd: Path, limit: float = 60.0, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, cwd: Path, limit: float = 200.0, **env: str) -> subprocess.CompletedProcess[str]:
         """Run one of Slurm's commands to its end; after ``limit`` seconds fail, with all that it wrote."""
         try:
             return subprocess.run(

@@ -12,11 +12,11 @@ from click.testing import CliRunner
 
 from lockstep.cli import main
 from tests.faults import jobs
-from tests.launching import environment, python_path, wait_for
+from tests.launching import PATIENT, environment, python_path, wait_for
 from tests.namespaces import skip_unless
 from tests.schedulers.pods import NEEDS, Container, Pods
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 _ROOT = Path(__file__).parents[2]
 
@@ -89,13 +89,13 @@ def test_pods_train_and_new_ones_resume_after_one_is_evicted(controller: str, tm
     try:
         wait_for(lambda: len(jobs.lines(folder, 0)) > 4 or not pods.running, "training")
         pods.terminate(1)
-        assert pods.wait(60.0) == [75, 75], said()
+        assert pods.wait(200.0) == [75, 75], said()
     finally:
         pods.close()
     before = len(jobs.lines(folder, 0))
     pods = Pods(containers, tmp_path, env)
     try:
-        assert pods.wait(60.0) == [0, 0], said()
+        assert pods.wait(200.0) == [0, 0], said()
     finally:
         pods.close()
     assert len(jobs.lines(folder, 0)) > before
@@ -106,12 +106,12 @@ def test_pods_train_and_new_ones_resume_after_one_is_evicted(controller: str, tm
 def test_launchers_in_pods_find_each_other_and_restart_their_ranks(tmp_path: Path, calm: jobs.Calm) -> None:
     containers = _containers("job", tmp_path, "--rdzv", "service")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    env = environment(tmp_path, torch=True, PATH=path, PYTHONPATH=python_path(_ROOT))
+    env = environment(tmp_path, torch=True, PATH=path, PYTHONPATH=python_path(_ROOT), LOCKSTEP_TIMES=PATIENT)
     pods = Pods(containers, tmp_path, env)
     try:
         wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 4 or not pods.running, "training")
         pods.kill_rank(1)
-        assert pods.wait(60.0) == [0, 0], "\n".join(output.read_text() for output in pods.outputs)
+        assert pods.wait(200.0) == [0, 0], "\n".join(output.read_text() for output in pods.outputs)
     finally:
         pods.close()
     assert jobs.lives(tmp_path) == 2

@@ -16,7 +16,7 @@ from torch import nn
 
 import lockstep
 from lockstep.launch.ports import free_port
-from tests.launching import Running, environment, python_path
+from tests.launching import PATIENT, Running, environment, python_path
 from tests.schedulers import strike
 from tests.schedulers.slurm import Cluster, missing
 from tests.sshd import sshd
@@ -38,6 +38,7 @@ def variables(tmp_path: Path) -> dict[str, str]:
     return {
         "PYTHONPATH": python_path(tmp_path / "strike", _ROOT),
         "LOCKSTEP_BACKEND": "gloo",  # schedulers that run on one machine could share memory
+        "LOCKSTEP_TIMES": PATIENT,
     }
 
 

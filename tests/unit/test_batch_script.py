@@ -14,6 +14,7 @@ from lockstep.cli import main
 from lockstep.job.files import EXIT_SAVED
 from lockstep.schedulers.sbatch import default_grace, seconds
 from lockstep.schedulers.start import SAVED
+from tests.launching import LIMIT
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "many_machines.md"
 
@@ -63,7 +64,7 @@ def test_the_program_gets_its_arguments_unchanged(requeue: str, tmp_path: Path) 
     (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\0" "$@" > arguments\nexit 9\n')
     (tmp_path / "srun").chmod(0o700)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, timeout=20, check=False)
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, timeout=LIMIT, check=False)
     assert done.returncode == 9
     passed = (tmp_path / "arguments").read_text().split("\0")[:-1]
     own = ["--kill-on-bad-exit=0", "--wait=0", "--ntasks-per-node=1", "--cpus-per-task=2"]
@@ -80,7 +81,7 @@ def test_only_a_job_that_has_saved_is_queued_again(code: int, requeued: bool, tm
         (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
         (tmp_path / name).chmod(0o700)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, timeout=20, check=False)
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=env, timeout=LIMIT, check=False)
     assert (tmp_path / "requeued").exists() == requeued
     if requeued:
         assert (tmp_path / "requeued").read_text() == "requeue 7\n"

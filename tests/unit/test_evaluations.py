@@ -45,6 +45,7 @@ from lockstep.tools.evaluate.attempt import EvaluationAttempt, EvaluationEnd
 from lockstep.tools.evaluate.choice import Candidate, left_out, next_one
 from lockstep.tools.evaluate.follow import EvaluateOptions, Telling, evaluate
 from tests.checkpoints import State, save
+from tests.launching import LIMIT
 from tests.stores import Clock, in_memory
 
 
@@ -658,7 +659,8 @@ sys.stdin.read()
 """
 
 
-def test_where_a_log_is_open_it_takes_the_results_itself(tmp_path: Path) -> None:
+def test_where_a_log_is_open_it_takes_the_results_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(knobs.TIMES, "log_lock=300")
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')
     pipe = subprocess.PIPE
@@ -673,7 +675,7 @@ def test_where_a_log_is_open_it_takes_the_results_itself(tmp_path: Path) -> None
         begins.join(0.2)
         assert begins.is_alive(), "a log that begins waits for the evaluator"
         other.stdin.close()
-        begins.join(60)
+        begins.join(LIMIT)
         assert not begins.is_alive()
     assert add_lines(path, [_line(2)]) == 1
 

@@ -18,6 +18,7 @@ from lockstep import expect_slow
 from lockstep.job import flight
 from lockstep.job.flight import Flight
 from lockstep.job.page import NAMES, PAGE, Cell, Mark, Pages, Phase, Text
+from tests.launching import LIMIT
 
 
 @pytest.fixture
@@ -245,7 +246,7 @@ assert "torch" not in sys.modules
 
 
 def test_a_reader_sees_what_ranks_of_other_processes_write_and_not_their_children(tmp_path: Path, pages: Pages) -> None:
-    subprocess.run([sys.executable, "-c", _RANK, str(tmp_path), "1"], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", _RANK, str(tmp_path), "1"], check=True, timeout=LIMIT)
     look = pages.look(1)
     assert (look.mark.phase, look.mark.serial, look.steps) == (Phase.BACKWARD, 1, None)
     assert pages.look(0).mark.serial == 0, "the other rank has not begun"

@@ -18,6 +18,7 @@ from lockstep.cli.terminal import as_json
 from lockstep.job.account import Progress
 from lockstep.job.page import Cell, Pages, Phase
 from lockstep.runs.record import Recorder
+from tests.launching import LIMIT
 from tests.recorded import BEGAN, write_log, write_record, write_series
 from tests.schemas import described, holds
 
@@ -53,7 +54,7 @@ def live(tmp_path: Path) -> Iterator[Path]:
         yield folder
     finally:
         rank.kill()
-        rank.wait(timeout=10)
+        rank.wait(timeout=LIMIT)
 
 
 def _pid(live: Path) -> int:

@@ -18,12 +18,11 @@ from lockstep.job.messages import Channel
 from lockstep.rendezvous import client
 from lockstep.rendezvous.membership import Card, RoundAttempt, encode_card, proof
 from lockstep.rendezvous.messages import Command, Event, Looking, Meet, Met, Options
+from tests.launching import PATIENT
 from tests.stores import Clock
 
 #: What machine 0 writes down on the way to a round, in order.
 _STEPS = ("proof/0", "here/0/0", "here/1/0", "here/2/0", "here/3/0", "clock/0", "fate")
-#: For no machine to be lost that only has no processor.
-_PATIENT = "silent=60,cut_off=70,stuck=90"
 
 
 class _Other:
@@ -128,7 +127,7 @@ def _meet(path: Path) -> tuple[str, list[str]]:
 
 def test_all_that_a_round_waits_for_shares_one_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No wait takes longer than the limit, and together they do; and a job whose rounds all fail comes to an end."""
-    monkeypatch.setenv(knobs.TIMES, f"forming=1,{_PATIENT}")
+    monkeypatch.setenv(knobs.TIMES, f"{PATIENT},forming=1")
     store, tell, failures = tmp_path / "store", client._Client._tell_failure, count(1)
 
     def tell_failure(self: client._Client, attempt: RoundAttempt) -> None:
@@ -145,7 +144,7 @@ def test_all_that_a_round_waits_for_shares_one_limit(tmp_path: Path, monkeypatch
 
 
 def test_machines_that_take_their_time_meet_within_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(knobs.TIMES, f"searching=300,forming=300,{_PATIENT}")
+    monkeypatch.setenv(knobs.TIMES, f"{PATIENT},searching=300")
     store = tmp_path / "store"
     with _Other(store, pause=0.05):
         refused, said = _meet(store)

@@ -24,6 +24,7 @@ from lockstep.checkpoint import locks
 from lockstep.checkpoint.ask import save_now
 from lockstep.checkpoint.disk_folder import DiskFolder
 from lockstep.checkpoint.locks import LOCK_FILE, Owner, RunLock, owner_of
+from tests.launching import LIMIT
 
 _HOLDER = """
 import sys
@@ -128,7 +129,7 @@ def test_another_process_is_refused_by_name_until_the_owner_ends(tmp_path: Path)
         assert "wait for it, stop it, or choose another folder" in str(caught.value)
         assert process.stdin is not None
         process.stdin.close()
-        assert process.wait(20) == 0
+        assert process.wait(LIMIT) == 0
         assert list(tmp_path.iterdir()) == [], "an owner that ends in peace leaves nothing"
         RunLock(tmp_path).release()
 
@@ -170,7 +171,11 @@ def test_one_process_shares_its_lock_and_the_last_holder_frees_it(tmp_path: Path
 
 def _is_refused_elsewhere(root: Path) -> bool:
     done = subprocess.run(
-        [sys.executable, "-c", _HOLDER, str(root)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", _HOLDER, str(root)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
     )
     assert f"process {os.getpid()} on" in done.stderr or done.returncode == 0, done.stderr
     return done.returncode != 0
@@ -214,7 +219,7 @@ from pathlib import Path
 from lockstep.checkpoint.locks import RunLock
 from lockstep.errors import CheckpointError
 root, taken = Path(sys.argv[1]), 0
-limit = time.monotonic() + 20
+limit = time.monotonic() + 250
 while taken < 40 and time.monotonic() < limit:
     try:
         held = RunLock(root)

@@ -33,6 +33,7 @@ from lockstep.runs.live import Live, Row
 from lockstep.runs.record import Recorder, RunEnd
 from lockstep.runs.series import COLUMNS, Series, SeriesWriter
 from lockstep.tools import comparison
+from tests.launching import LIMIT
 from tests.recorded import write_record, write_series
 from tests.schemas import holds
 
@@ -620,7 +621,7 @@ def test_what_is_shown_live_goes_on_with_ranks_that_are_started_again(
 
     def end() -> None:
         ranks[-1].kill()
-        ranks[-1].wait(timeout=10)
+        ranks[-1].wait(timeout=LIMIT)
         used_again.update({ranks[-1].pid} if is_used_again else ())
 
     start(0, 300)

@@ -18,6 +18,7 @@ from lockstep.data import seeding
 from lockstep.data.mixing import mix
 from lockstep.data.seeding import OwnNumbers, SampleSeeds, StreamSeeds, preserved_generators, seed_generators
 from lockstep.step.generators import GENERATORS, NUMPY
+from tests.launching import LIMIT
 
 
 def _draw() -> tuple[float, float, float, float]:
@@ -391,5 +392,5 @@ def test_numpys_generator_is_left_alone_while_another_thread_draws(act: str) -> 
         thread.start()
         thread.join(0.2)
         assert thread.is_alive()
-    thread.join(30)
+    thread.join(LIMIT)
     assert not thread.is_alive()

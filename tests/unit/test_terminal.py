@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.job import terminal
 from lockstep.launch.evidence import facts
-from tests.launching import wait_for
+from tests.launching import LIMIT, wait_for
 
 _WRITES = """
 import os, sys
@@ -68,10 +68,10 @@ def test_a_program_writes_on_when_its_terminal_has_gone(signal: str) -> None:
         os.close(ours)
         os.write(end, b"x")
         assert os.read(told, 100) == b"/dev/null"
-        assert process.wait(20) == 0
+        assert process.wait(LIMIT) == 0
     finally:
         process.kill()
-        process.wait(20)
+        process.wait(LIMIT)
         os.close(end)
         os.close(told)
 

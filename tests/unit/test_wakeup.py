@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from tests.launching import python_path
+from tests.launching import LIMIT, python_path
 
 _BEGIN = """
 import json, os, select, signal, socket, sys, threading, time
@@ -23,7 +23,7 @@ def _told(script: str) -> Any:
         env={"PYTHONPATH": python_path()},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -35,7 +35,7 @@ def test_a_thread_hears_of_a_signal_while_the_main_thread_is_in_compiled_code() 
 wakeup, heard = Wakeup(), []
 
 def listen():
-    heard.extend([*wakeup.wait(30), time.monotonic()])
+    heard.extend([*wakeup.wait(200), time.monotonic()])
 
 thread = threading.Thread(target=listen)
 thread.start()
@@ -58,9 +58,9 @@ for end in (reads, writes):
 signal.set_wakeup_fd(writes.fileno())
 wakeup = Wakeup()
 os.kill(os.getpid(), signal.SIGUSR1)
-heard = wakeup.wait(30)
+heard = wakeup.wait(200)
 wakeup.wake()
-nothing = wakeup.wait(30)
+nothing = wakeup.wait(200)
 passed_on = [*reads.recv(10)]
 wakeup.close()
 print(json.dumps([heard, nothing, passed_on, signal.set_wakeup_fd(-1) == writes.fileno()]))
@@ -102,7 +102,7 @@ while os.open("/dev/null", os.O_RDONLY) <= 1100:
     pass
 wakeup = Wakeup()
 os.kill(os.getpid(), signal.SIGUSR1)
-print(json.dumps(wakeup.wait(30)))
+print(json.dumps(wakeup.wait(200)))
 """)
     assert told == [10]
 

@@ -16,6 +16,7 @@ import pytest
 from lockstep.job import wakeup
 from lockstep.job.stop import Action, Requests
 from lockstep.job.wakeup import Wakeup
+from tests.launching import LIMIT
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def test_it_hears_signals_beyond_a_thousand_descriptors() -> None:
         stack.callback(os.close, fd)
         with closing(Wakeup()) as heard:
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert heard.wait(10.0) == [signal.SIGUSR1]
+            assert heard.wait(LIMIT) == [signal.SIGUSR1]
 
 
 def test_a_descriptor_from_before_that_is_closed_is_not_put_back() -> None:

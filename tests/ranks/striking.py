@@ -24,6 +24,8 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep import knobs
+from lockstep.comm.group.group import open_groups
+from tests.launching import wait_for
 from tests.ranks.collectives import MOVING, REDUCING, Case, issue
 
 Action = Callable[[], object]
@@ -54,10 +56,13 @@ class Told:
     seconds: float
 
 
-def suffer(strike: Strike, timeout: float) -> Told | None:
-    """Take part in the operation again and again until an error ends it. None: this rank is not in it."""
+def suffer(strike: Strike, patience: float) -> Told | None:
+    """Take part in the operation again and again until an error ends it. None: this rank is not in it.
+
+    ``patience`` is how many seconds a victim that has been stopped may be late.
+    """
     os.environ[knobs.SHM_CHUNK] = str(_CHUNK)
-    rank = lockstep.init("shm", timeout=timeout).rank
+    rank = lockstep.init("shm", timeout=60).rank
     pids: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     action = OPERATIONS[strike.operation](rank, strike.victim)
@@ -69,14 +74,18 @@ def suffer(strike: Strike, timeout: float) -> Told | None:
     when = Path(os.environ[knobs.STORE]).with_name("struck")
     if rank == strike.victim:
         _install(when, max(1, int(calls * strike.moment)), strike.number)
-    told = _repeat(action)
-    if rank == strike.victim:
-        return Told(*told, 0.0)
-    now = time.monotonic()
+        return Told(*_repeat(action), 0.0)
+    over = threading.Event()
+    losing = threading.Thread(target=_lose_patience, args=(pids[strike.victim], patience, over))
     if strike.number == signal.SIGSTOP:
+        losing.start()
+    told, now = _repeat(action), time.monotonic()
+    if strike.number == signal.SIGSTOP:
+        over.set()
+        losing.join()
         with suppress(FileExistsError):
             when.with_name("let go on").touch(exist_ok=False)  # the first survivor does it
-            _let_go_on(pids[strike.victim])
+            let_go_on(pids[strike.victim])
     return Told(*told, now - float(when.read_text()))
 
 
@@ -121,11 +130,37 @@ def _profile(function: Any) -> None:
     sys.setprofile(function)
 
 
-def _let_go_on(pid: int) -> None:
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        assert time.monotonic() < deadline, "the victim was never stopped"
-        time.sleep(0.005)
+def _lose_patience(pid: int, patience: float, over: threading.Event) -> None:
+    """Once the victim is stopped, have it be late after ``patience`` seconds: a rank that is only slow never is.
+
+    What is under way has a limit of its own, and the next one may just be about to begin with the old one.
+    """
+    wait_for(lambda: over.is_set() or _is_stopped(pid), "the victim's stop")
+    while not over.wait(patience / 4):
+        for group in open_groups():
+            engine: Any = group.engine
+            group.timeout = patience
+            engine.allow(patience)
+            if engine._messages is not None:
+                _limit(engine._messages, patience)
+
+
+def _limit(messages: Any, seconds: float) -> None:
+    """Give all messages in flight so many seconds, or what they have left if it is less."""
+    with messages._condition:
+        for work in messages._matching.pending():
+            work.shm_limit = seconds
+            if work.shm_deadline is not None:
+                work.shm_deadline = min(work.shm_deadline, time.monotonic() + seconds)
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def let_go_on(pid: int) -> None:
+    """Have a process that stops itself go on, once it stands still."""
+    wait_for(lambda: _is_stopped(pid), "its stop")
     os.kill(pid, signal.SIGCONT)
 
 

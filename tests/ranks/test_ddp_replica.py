@@ -8,6 +8,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, cast
 
 import pytest
@@ -853,8 +854,10 @@ def test_a_lost_peer_is_named_with_step_and_bucket() -> None:
 
 
 def _late_peer(fifo: str) -> None:
-    w = lockstep.init(timeout=1)
+    w = lockstep.init(timeout=60)
     model = replicate_tiny(mlp())
+    w.barrier()
+    w.group.set_timeout(timedelta(seconds=1))
     if w.rank == 1:
         with open(fifo) as wait_for_rank_0:
             wait_for_rank_0.read()

@@ -324,7 +324,7 @@ def test_what_another_rank_prints_waits_for_the_command(tmp_path: Path) -> None:
         terminal.type("p 6 * 7")
         terminal.until("p 6 * 7")
         assert not (tmp_path / "printed").exists()
-        terminal.type(" + 1\n!import time; time.sleep(0.5)\n")  # (time enough for it to see that)
+        terminal.type(" + 1\n!wait('ends-0')\n")
         wait_for((tmp_path / "ends-0").exists, "what follows the print")
         terminal.type("c\n")
         assert terminal.end() == 0
@@ -333,8 +333,13 @@ def test_what_another_rank_prints_waits_for_the_command(tmp_path: Path) -> None:
 
 
 _TRAINS = """
+import datetime, time
 import lockstep, torch, torch.distributed as dist
-world = lockstep.init(timeout=1.0)
+from lockstep.job import flight
+world = lockstep.init(timeout=60)
+world.group.set_timeout(datetime.timedelta(seconds=1))
+while world.rank == 0 and not flight.current.pages.debugging:
+    time.sleep(0.01)
 if world.rank == 1:
     breakpoint()
 {meet}
@@ -344,7 +349,7 @@ print("the mean is", float(mean))
 
 
 @pytest.mark.parametrize(
-    "meet", ["world.barrier()", "dist.send(torch.ones(1), 0) if world.rank else dist.recv(torch.zeros(1), 1)"]
+    "meet", ["world.barrier(timeout=1)", "dist.send(torch.ones(1), 0) if world.rank else dist.recv(torch.zeros(1), 1)"]
 )
 def test_the_others_wait_without_an_alarm_and_past_their_limit(tmp_path: Path, meet: str) -> None:
     (tmp_path / "train.py").write_text(_TRAINS.format(meet=meet))

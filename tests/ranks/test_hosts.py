@@ -21,8 +21,10 @@ from torch import nn
 import lockstep
 from lockstep.checkpoint.manifest import FileEntry, Manifest
 from lockstep.comm.group.meeting import Whereabouts
+from lockstep.comm.hosts import between
 from lockstep.comm.hosts.grouping import Hosts
 from tests.harness import Outcome, collect_outcomes, run_ranks
+from tests.ranks.standing import wait_until_it_is_over, wait_until_they_wait
 
 #: From the moment an error can be seen on one host to the error on every rank of the others; and for busy machines.
 SOON = 1.0
@@ -205,15 +207,19 @@ def test_a_rank_that_dies_is_named_on_every_host(dying: int, count: int) -> None
 
 
 def _late(late: int) -> tuple[str, str, float]:
+    between._ANSWER = 30.0  # which comes at once, as soon as the rank that is asked runs
     world = lockstep.init("hierarchical", timeout=60)
     dist.barrier()
     group: Any = dist.group.WORLD
     if world.rank == late:
-        while group._shm_group.engine.known() is None:  # (at work of its own)
-            time.sleep(0.01)
-        return _timed(lambda: dist.barrier())
+        wait_until_they_wait([3 - late])
+        group.get_group_store().set("beside it", "")
+        wait_until_it_is_over()  # (at work of its own)
+    if world.rank == 0:
+        group.get_group_store().wait(["beside it"], _seconds(60))
+        wait_until_they_wait([1])
     options = dist.BarrierOptions()
-    options.timeout, options.asyncOp = _seconds(0.5 if world.rank < 2 else 30.0), False
+    options.timeout, options.asyncOp = _seconds(30.0 if world.rank else 0.5), False
     return _timed(lambda: group.barrier(options))
 
 
@@ -241,8 +247,10 @@ def _host_late() -> tuple[str, str, float]:
     if world.rank >= 2:
         group.get_group_store().wait(["over"], _seconds(50))
         return _timed(lambda: [dist.barrier() for _ in range(2)])  # what the other host sent for the first is there
+    if world.rank == 0:
+        wait_until_they_wait([1])
     options = dist.BarrierOptions()
-    options.timeout, options.asyncOp = _seconds(0.5), False
+    options.timeout, options.asyncOp = _seconds(30.0 if world.rank else 0.5), False
     found = _timed(lambda: group.barrier(options))
     group.get_group_store().set("over", "")
     return found

@@ -181,9 +181,10 @@ def test_what_an_unseen_rank_wrote_last_is_told_where_nothing_else_says_why(
 
 
 _LATE = """
-import os, lockstep
-w = lockstep.init(timeout=2)
+import datetime, os, lockstep
+w = lockstep.init(timeout=60)
 w.barrier()
+w.group.set_timeout(datetime.timedelta(seconds=2))
 if w.rank == 1:
     while not os.path.exists("told"):
         pass
@@ -197,7 +198,7 @@ def test_a_late_rank_is_told_in_one_exception_of_the_users_frames(tmp_path: Path
     shown = [line.removeprefix("[rank0]: ") for line in done.err.splitlines() if line.startswith("[rank0]: ")]
     assert shown[:3] == [
         "Traceback (most recent call last):",
-        f'  File "{tmp_path}/train.py", line 8, in <module>',
+        f'  File "{tmp_path}/train.py", line 9, in <module>',
         "    print(w.mean(1.0))",
     ]
     (message,) = [line for line in shown if line.startswith("lockstep.CollectiveTimeout: ")]

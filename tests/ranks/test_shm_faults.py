@@ -18,6 +18,8 @@ import torch.distributed as dist
 import lockstep
 from tests.harness import Outcome, collect_outcomes, run_ranks
 from tests.launching import wait_for
+from tests.ranks.standing import wait_until_it_is_over, wait_until_seen, wait_until_they_wait
+from tests.ranks.striking import let_go_on
 
 #: From the moment a mismatch or a death can be seen to the error on every rank; busy machines get a margin.
 SOON = 0.2
@@ -45,10 +47,16 @@ def _die_before(how: str) -> tuple[str, str, float]:
             os.kill(os.getpid(), signal.SIGKILL)
         elif how == "exit":
             os._exit(3)
+        group: Any = dist.group.WORLD
+        store = group.get_group_store()
         dist.destroy_process_group()
-        time.sleep(1.0)  # alive, but out of the group
+        store.wait(["told/0", "told/2"], timedelta(seconds=60))  # alive, but out of the group
         return "", "", 0.0
-    return _timed(lambda: dist.barrier())
+    told = _timed(lambda: dist.barrier())
+    if how == "destroy":
+        group = dist.group.WORLD
+        group.get_group_store().set(f"told/{world.rank}", "")
+    return told
 
 
 @pytest.mark.parametrize("how", ["kill", "exit", "destroy"])
@@ -118,13 +126,14 @@ def _two_missing() -> tuple[str, str, float]:
     """Ranks 1 and 3 of four do not come: one is in a receive, the other in no collective."""
     world = lockstep.init("shm", timeout=20)
     dist.barrier()
-    group: Any = dist.group.WORLD
     if world.rank == 1:
         return _timed(lambda: dist.recv(torch.zeros(1), 3, tag=4))
     if world.rank == 3:
-        while group._shm_group.engine.known() is None:  # (at work of its own)
-            time.sleep(0.01)
+        wait_until_it_is_over()  # (at work of its own)
+    if world.rank != 0:
         return _timed(lambda: dist.barrier())
+    wait_until_seen(1, "last waited in recv")
+    wait_until_they_wait([2])
     return _timed(lambda: dist.barrier(timeout=timedelta(seconds=0.4)))
 
 
@@ -150,8 +159,10 @@ def _late() -> tuple[str, str, float]:
     world = lockstep.init("shm", timeout=20)
     dist.all_reduce(torch.ones(7))
     if world.rank == 1:
-        time.sleep(0.7)
+        wait_until_it_is_over()
+    if world.rank != 0:
         return _timed(lambda: dist.barrier())
+    wait_until_they_wait([2])
     return _timed(lambda: dist.barrier(timeout=timedelta(seconds=0.3)))
 
 
@@ -167,16 +178,18 @@ def test_a_time_limit_names_the_late_rank_and_where_it_stands() -> None:
 
 
 def _stopped() -> tuple[str, str, float]:
-    world = lockstep.init("shm", timeout=0.5)
-    dist.barrier()
+    world = lockstep.init("shm", timeout=60)
+    pids: list[Any] = [None] * 2
+    dist.all_gather_object(pids, os.getpid())
+    group: Any = dist.group.WORLD
     if world.rank == 1:
-        if os.fork() == 0:  # wakes the rank up again, long after
-            time.sleep(1.5)
-            os.kill(os.getppid(), signal.SIGCONT)
-            os._exit(0)
         os.kill(os.getpid(), signal.SIGSTOP)
-        os.wait()
-    return _timed(lambda: dist.all_reduce(torch.ones(5)))
+    else:
+        group.set_timeout(timedelta(seconds=0.5))
+    told = _timed(lambda: dist.all_reduce(torch.ones(5)))
+    if world.rank == 0:
+        let_go_on(pids[1])
+    return told
 
 
 def test_a_stopped_rank_is_late_and_learns_of_it_when_it_goes_on() -> None:
@@ -187,17 +200,19 @@ def test_a_stopped_rank_is_late_and_learns_of_it_when_it_goes_on() -> None:
 
 
 def _interrupted() -> str:
-    world = lockstep.init("shm", timeout=20)
-    dist.barrier()
+    world = lockstep.init("shm", timeout=60)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    pids: list[Any] = [None] * 3
+    dist.all_gather_object(pids, os.getpid())
     if world.rank == 1:
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
         try:
             dist.barrier()
         except KeyboardInterrupt:
             return "interrupted"
     if world.rank == 0:
-        time.sleep(0.5)
+        wait_until_they_wait([1])
+        os.kill(pids[1], signal.SIGALRM)
+        wait_until_it_is_over()
     kind, message, _ = _timed(lambda: dist.barrier())
     return f"{kind}: {message}"
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 import lockstep
 from lockstep import knobs
 from tests.harness import run_ranks
+from tests.launching import wait_for
+from tests.ranks.standing import wait_until_seen, wait_until_they_wait
 
 pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
 
@@ -252,6 +254,7 @@ def _half_a_message() -> bool:
     got = torch.zeros(300)
     receive = dist.irecv(got, 1)
     assert receive is not None
+    wait_for(lambda: receive.is_completed() or torch.count_nonzero(got) > 0, "a part of it")
     with pytest.raises(lockstep.CollectiveTimeout):
         receive.wait()
     before = got.clone()
@@ -288,6 +291,11 @@ def _nothing_comes(how: str) -> str:
     if rank > 0:
         # (Who waits for a message takes in others too, of any size; a rank in a collective leaves them in the mailbox.)
         return _told(lambda: dist.barrier() if how == "send" else dist.recv(torch.zeros(1), 3 - rank, tag=8))
+    if how == "send":
+        wait_until_they_wait([1, 2])
+    else:
+        for other in (1, 2):
+            wait_until_seen(other, "last waited in recv")
     group = dist.group.WORLD
     assert group is not None
     group.set_timeout(timedelta(seconds=0.4))
@@ -324,15 +332,21 @@ def test_a_message_without_a_partner_is_an_error_that_says_where_the_ranks_stand
 
 def _posted_early() -> None:
     """A receive that was posted long before its message counts its time from when somebody waits for it."""
-    rank, _ = _init(timeout=0.4)
+    rank, _ = _init(timeout=60)
+    dist.barrier()
+    group = dist.group.WORLD
+    assert group is not None
     got = torch.zeros(1)
+    group.set_timeout(timedelta(seconds=0.4))
     receive = dist.irecv(got, 0) if rank == 1 else None
+    group.set_timeout(timedelta(seconds=60))
     for _ in range(7):
         time.sleep(0.1)
         dist.barrier()
     if rank == 0:
         dist.send(torch.ones(1), 1)
-    elif receive is not None:
+    dist.barrier()
+    if receive is not None:
         receive.wait()
         assert got.item() == 1.0
 

@@ -22,14 +22,14 @@ from tests.ranks.striking import OPERATIONS, Strike, Told, pair, suffer
 SOON = 0.2
 #: ... and what a busy machine may add to a single one.
 MARGIN = 8.0
-#: Seconds after which a stopped rank is late.
+#: Seconds after which a stopped rank is late, from its stop on.
 PATIENCE = 0.4
 
 
 def _strike(strike: Strike) -> list[Told]:
     """What the others were told, in order of rank; checked as far as it is the same for every operation."""
     killed = strike.number == signal.SIGKILL
-    outcomes = collect_outcomes(suffer, 3, strike, 30.0 if killed else PATIENCE)
+    outcomes = collect_outcomes(suffer, 3, strike, PATIENCE)
     for outcome in outcomes:
         if killed and outcome.rank == strike.victim:
             assert outcome.exit_code == -signal.SIGKILL

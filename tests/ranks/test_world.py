@@ -12,6 +12,7 @@ import subprocess
 import sys
 import traceback
 import warnings
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from lockstep.identity import Identity, place
 from lockstep.job.trace import EventWriter
 from lockstep.launch.ports import free_port
 from tests.harness import collect_outcomes, run_ranks
-from tests.launching import start, wait_for
+from tests.launching import LIMIT, gone_within, start, wait_for
 
 pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
 
@@ -460,12 +461,15 @@ def test_a_trace_has_a_barrier_that_is_made_of_messages() -> None:
 
 def _late_and_gone(fifo: str, is_noticed: bool) -> str:
     w = lockstep.init("gloo")
+    pids: list[Any] = [None] * 3
+    torch.distributed.all_gather_object(pids, os.getpid())
     if w.rank == 2:
         os._exit(0)
     if w.rank == 1:
         with open(fifo) as wait_for_rank_0:
             wait_for_rank_0.read()
         return ""
+    assert not gone_within([pids[2]], LIMIT)
     if is_noticed:
         with pytest.raises(RuntimeError):
             torch.distributed.recv(torch.zeros(1), 2)
@@ -594,7 +598,9 @@ def _leave_before_mean(backend: str) -> None:
 
 
 def _late_for_all_reduce(backend: str, fifo: str) -> None:
-    w = lockstep.init(backend, timeout=1)
+    w = lockstep.init(backend, timeout=60)
+    w.barrier()
+    w.group.set_timeout(timedelta(seconds=1))
     if w.rank == 1:
         with open(fifo) as wait_for_rank_0:
             wait_for_rank_0.read()

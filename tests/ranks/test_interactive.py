@@ -14,7 +14,7 @@ import pytest
 
 import lockstep
 from lockstep import knobs
-from lockstep.interactive.cell import RemoteValue
+from lockstep.interactive.cell import RemoteValue, RunningCell
 from lockstep.interactive.messages import RunCell
 from lockstep.interactive.output import CellText
 from lockstep.interactive.pool import RankPool
@@ -57,19 +57,48 @@ class _Ranks(lockstep.InteractiveRanks):
     def cell(self, source: str) -> object:
         return self.run(textwrap.dedent(source))
 
-    def interrupted(self, source: str, *, when: str = "now", times: int = 1) -> BaseException:
-        """Run a cell, interrupt it as a terminal would once rank 0 has printed ``when``, and return what it raises."""
+    def interrupted(self, source: str, *, times: int = 1) -> BaseException:
+        """Run a cell, interrupt it as a terminal would once each rank has printed "now", and return what it raises."""
         running = self.begin(textwrap.dedent(source))
-        seen = ""
+        said: set[int] = set()
         for each in follow(running):
-            seen += each.text if isinstance(each, CellText) and each.rank == 0 else ""
-            if when in seen:
-                seen = ""
+            said |= _says_now(each)
+            if len(said) == self.nprocs:
+                said.clear()
                 for _ in range(times):
                     signal.raise_signal(signal.SIGINT)
-        with pytest.raises((lockstep.LockstepError, KeyboardInterrupt)) as raised:
-            running.result()
-        return raised.value
+        return _raised(running)
+
+    def begun(self, source: str) -> RunningCell:
+        """Begin a cell, and return once each rank has printed "now"."""
+        running = self.begin(textwrap.dedent(source))
+        said: set[int] = set()
+        while len(said) < self.nprocs:
+            assert not running.is_over, _raised(running)
+            said = said.union(*map(_says_now, running.turn()))
+        return running
+
+    def not_stopped(self, source: str) -> BaseException:
+        """Run a cell that only rank 0 leaves when it is interrupted, and return what it raises. The time until all are
+        ended begins when rank 0 has left."""
+        running = self.begun(source)
+        running.interrupt()
+        while 0 not in running._ended:
+            running.turn()
+        running._next_way = 0.0
+        while not running.is_over:
+            running.turn()
+        return _raised(running)
+
+
+def _says_now(each: object) -> set[int]:
+    return {each.rank} if isinstance(each, CellText) and "now" in each.text.split() else set()
+
+
+def _raised(running: RunningCell) -> BaseException:
+    with pytest.raises((lockstep.LockstepError, KeyboardInterrupt)) as raised:
+        running.result()
+    return raised.value
 
 
 @pytest.mark.usefixtures("bare")
@@ -172,7 +201,7 @@ def test_a_handler_that_a_cell_sets_lasts_for_the_cell() -> None:
 
 @pytest.mark.usefixtures("bare")
 def test_several_interrupts_at_once_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(knobs.TIMES, "stranded=0.1")
+    monkeypatch.setenv(knobs.TIMES, "stranded=0.1,parting=120")
     source = """
         import time
         try:
@@ -191,7 +220,12 @@ def test_several_interrupts_at_once_are_one(monkeypatch: pytest.MonkeyPatch) -> 
 def test_interrupts_that_go_on_end_ranks_that_do_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(knobs.TIMES, "stranded=0.1,parting=1000")
     with _ranks() as ranks:
-        running = ranks.begin("import time\nwhile True:\n    try: time.sleep(1)\n    except KeyboardInterrupt: pass")
+        running = ranks.begun("""
+            import time
+            while True:
+                try: print('now', flush=True); time.sleep(1000)
+                except KeyboardInterrupt: pass
+        """)
         while not running.is_over:
             running.turn()
             running.interrupt()
@@ -238,7 +272,7 @@ def test_a_process_that_a_cell_forks_ends_with_the_cell(last: str, capfd: pytest
 
 @pytest.mark.usefixtures("bare")
 def test_a_rank_that_does_not_stop_is_ended_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(knobs.TIMES, "parting=1")
+    monkeypatch.setenv(knobs.TIMES, "stranded=1000,parting=1")
     source = """
         import time
         while rank == 1 or 'said' not in globals():
@@ -251,7 +285,7 @@ def test_a_rank_that_does_not_stop_is_ended_with_the_others(monkeypatch: pytest.
     """
     with _ranks() as ranks:
         pids = ranks.pids()
-        error = ranks.interrupted(source)
+        error = ranks.not_stopped(source)
         assert isinstance(error, lockstep.RankFailed)
         assert "rank 1 did not stop when the cell was interrupted: all ranks were ended" in str(error)
         assert gone_within(pids, 1.0) == []
@@ -441,12 +475,13 @@ def test_a_rank_at_the_end_of_a_cell_is_not_late(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("warm_zygote")
 def test_over_gloo_a_wait_that_cannot_be_freed_ends_the_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(knobs.TIMES, "0.2,parting=1")
+    monkeypatch.setenv(knobs.TIMES, "0.2,stranded=1000,parting=1")
     monkeypatch.setenv(knobs.BACKEND, "gloo")
     flag = str(tmp_path / "flag")
     source = f"""
         pid = of_all(os.getpid())[1]
         if world.rank == 1:
+            print("now", flush=True)
             open({flag!r}, "w").close()
             dist.barrier()
         while not os.path.exists({flag!r}) or open(f"/proc/{{pid}}/stat").read().rpartition(") ")[2][0] != "S":
@@ -455,7 +490,7 @@ def test_over_gloo_a_wait_that_cannot_be_freed_ends_the_ranks(monkeypatch: pytes
         time.sleep(1000)
     """
     with _ranks(first=TRAINING) as ranks:
-        error = ranks.interrupted(source)
+        error = ranks.not_stopped(source)
         assert isinstance(error, lockstep.RankFailed)
         assert "rank 1 did not stop when the cell was interrupted" in str(error)
 

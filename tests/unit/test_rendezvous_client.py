@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in torch's stubs
 
+from lockstep.launch.ports import free_port
 from lockstep.rendezvous import endpoint
 from lockstep.rendezvous.addresses import is_only_here
 from lockstep.rendezvous.endpoint import Knock, check_file, split
@@ -126,7 +127,7 @@ def test_who_serves_the_store_reaches_it_by_number(monkeypatch: pytest.MonkeyPat
     _names(monkeypatch)
     knock = Knock(f"box-1:{free_port()}", None, doubtful=False)
     knock.start()
-    knock.join(20.0)
+    knock.join(LIMIT)
     assert (knock.error, knock.why, knock.serves) == (None, "", True)
     assert knock.store is not None
     knock.store.set("key", "value")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launching import gone_within, killed_afterwards, start, wait_for
+from tests.launching import LIMIT, environment, gone_within, killed_afterwards, start, wait_for
 
 _TRAIN = """
 import os, subprocess, sys, torch, lockstep
@@ -62,6 +64,28 @@ def test_nobody_outlives_a_killed_launcher(tmp_path: Path, temporary: Path, vict
         assert "the process that forks the ranks" in done.err
         assert "killed by signal 9 (SIGKILL); all ranks were stopped" in done.err
     assert [path.name for path in temporary.iterdir() if path.name.startswith("lockstep-")] == []
+
+
+#: Reads what a job prints, to its very end, and then tells whether a process of its own is still there.
+_READER = """
+import subprocess, sys
+below = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+text = sys.stdin.read()
+print(text, "lives" if below.poll() is None else "was ended")
+below.kill()
+"""
+
+
+def test_processes_that_a_shell_left_to_the_launcher_are_not_of_the_job(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys\nprint('trained')\nsys.exit(3)\n")
+    command = 'exec "$0" -m lockstep run -n 1 train.py > >(exec "$0" -c "$1") 2>&1'
+    words = ["bash", "-c", command, sys.executable, _READER]
+    env = environment(tmp_path)
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=LIMIT)
+    assert done.returncode == 3, done
+    assert done.stdout.startswith("trained\n"), done
+    assert "rank 0 of 1 failed: exit code 3" in done.stdout
+    assert done.stdout.endswith(" lives\n"), done
 
 
 def test_workers_die_with_their_rank_even_if_nobody_is_left_to_see_to_it(tmp_path: Path, temporary: Path) -> None:

@@ -538,6 +538,22 @@ runs.put_back = put_back
     assert done.stdout == "has ended\n", done
 
 
+@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_processes_that_a_shell_left_to_the_command_are_left_alone(tmp_path: Path, temporary: Path, end: str) -> None:
+    change = """
+users = subprocess.Popen(["sh", "-c", "sleep 1000 & echo $! && wait"], stdout=subprocess.PIPE, text=True)
+below = int(users.stdout.readline())
+def put_back(folder):
+    print("lives" if users.poll() is None and _proc.started(below) else "was ended")
+    users.kill()
+    os.kill(below, signal.SIGKILL)
+    return putback.put_back(folder)
+runs.put_back = put_back
+"""
+    done = _verify_by(end, change, tmp_path, temporary)
+    assert done.stdout == "lives\n", done
+
+
 def test_what_other_programs_write_is_told(tmp_path: Path) -> None:
     text = "import subprocess\nsubprocess.run(['sh', '-c', 'echo >> others.txt'], check=True)\n" + _ALONE
     done, found = _verify(tmp_path, _write(tmp_path, text.format(steps=9)))

@@ -3,7 +3,10 @@
 Note [No orphans]
 ~~~~~~~~~~~~~~~~~
 Launcher and zygote are child subreapers: a process whose parent dies becomes theirs, so everything a job ever started
-stays below one of them, also what left its process group or session. If one of them dies:
+stays below one of them, also what left its process group or session. Children that the launcher has from the start are
+the user's: of a shell that has become the launcher (``exec``), or a reader of its output (``> >(tee log)``).
+
+If one of them dies:
 
 - The launcher dies: the zygote sees the control socket close, ends everything below itself, and leaves.
 - The zygote dies: its ranks die by the parent-death signal, the rest becomes the launcher's, which ends it.
@@ -137,7 +140,7 @@ def sweep(*, patience: float, limit: float = 5.0, spare: Iterable[int] = ()) -> 
     Args:
         patience: seconds between SIGTERM and SIGKILL; resource trackers have 3 s at least.
         limit: seconds after which to give up on processes that even SIGKILL does not end.
-        spare: children of this process that stay, if they are there.
+        spare: children of this process that stay, with all below them, if they are there.
 
     Returns:
         the processes that were reaped, also those to spare that have ended: their numbers may be others' now.
@@ -148,7 +151,9 @@ def sweep(*, patience: float, limit: float = 5.0, spare: Iterable[int] = ()) -> 
     spared = set(spare)
     while True:
         dead.update(one.pid for one in reap())
-        left = [pid for pid in _proc.descendants(os.getpid()) if pid not in spared]
+        left = _proc.descendants(os.getpid())
+        stay = spared.union(*(_proc.descendants(pid) for pid in spared))
+        left = [pid for pid in left if pid not in stay]
         waited = time.monotonic() - start
         # A process that became ours while /proc was read may be missing in ``left``; the kernel knows all our children.
         if not (left or _has_children(spared)) or waited > limit:

@@ -86,6 +86,7 @@ def run(spec: JobSpec) -> int:
         # stop the others by a second signal, which would hide that they have saved.
         over = {SAVE}
         undo.callback(lambda: signals.close(keep=over))
+        users = set(_proc.children(os.getpid()))  # see Note [No orphans]
         processes.become_subreaper()
         folder = JobFolder()
         undo.callback(folder.remove)
@@ -94,7 +95,7 @@ def run(spec: JobSpec) -> int:
         recorder = Recorder(logs.make, program=spec.program.words, tell=say)
         file = None if spec.program.text is None else _write_program(Path(folder.path), spec.program.text)
         launcher = Launcher(spec, spec.round(*master), home=folder.path, recorder=recorder, lends=True)
-        job = _Run(launcher, logs=logs, signals=signals, file=file)
+        job = _Run(launcher, logs=logs, signals=signals, users=users, file=file)
         undo.callback(job.close)
         code = job.watch()
         if code == EXIT_SAVED:
@@ -176,11 +177,15 @@ class _Run:
         launcher: the zygote, which imports meanwhile, and the ranks to come; closed with this.
         logs: where the ranks' output goes that the terminal does not show.
         signals: those that the user sends.
+        users: children that this process had before the job, which are left alone.
         file: where the program's text is, if it came through a pipe.
     """
 
-    def __init__(self, launcher: Launcher, *, logs: LogFolder, signals: SignalQueue, file: Path | None = None) -> None:
+    def __init__(
+        self, launcher: Launcher, *, logs: LogFolder, signals: SignalQueue, users: set[int], file: Path | None = None
+    ) -> None:
         self._launcher = launcher
+        self._users = users
         self._file = file
         self._spec = launcher.spec
         self._logs = logs
@@ -242,9 +247,9 @@ class _Run:
             if launcher.policy.stopped_by is not None and self._stage in (_Stage.IMPORTING, _Stage.MEETING):
                 self._leave_early(launcher.policy.stopped_by)
         if self._stage is not _Stage.FINISHING:
-            launcher.finish_notices()  # the sweep spares nothing
+            launcher.finish_notices()  # the sweep ends them, too
             launcher.zygote.wait(limit=1.0)  # its exit code, before the sweep reaps it
-            processes.sweep(patience=_PATIENCE)  # see Note [No orphans]
+            self._users -= processes.sweep(patience=_PATIENCE, spare=self._users)  # see Note [No orphans]
         self._drain()
         code, end, word, told = self._conclude()
         last = launcher.conclude(code, end=end, word=word)
@@ -269,7 +274,7 @@ class _Run:
         """End whatever is left, on any way out."""
         console.say_on(None)
         self._launcher.zygote.close()
-        processes.sweep(patience=_PATIENCE)
+        processes.sweep(patience=_PATIENCE, spare=self._users)
         self._relay.close()
         self._forget_client()
         self._launcher.close()

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lockstep import knobs, machine
+from lockstep import _proc, knobs, machine
 from lockstep.errors import LockstepError
 from lockstep.launch import processes
 from lockstep.launch.spec import Program, check_program
@@ -385,6 +385,7 @@ class _Runs:
         ]
         with open(_output(home), "wb") as file:
             out = sys.stderr if self._asked.shows else file
+            users = _proc.children(os.getpid())
             process = subprocess.Popen(
                 command,
                 env=self._env,
@@ -396,7 +397,7 @@ class _Runs:
             try:
                 self._wait(process, home, ranks, what, signals)
             finally:
-                _end(process)
+                _end(process, users)
             return process.returncode
 
     def _wait(
@@ -473,8 +474,14 @@ def _held_back() -> Iterator[list[int]]:
         signal.raise_signal(came[0])
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher that runs, and wait for it and its ranks, which it takes with it if it has the time."""
+def _end(process: subprocess.Popen[bytes], users: Sequence[int]) -> None:
+    """End a launcher that runs, and wait for it and its ranks, which it takes with it if it has the time.
+
+    Args:
+        process: the launcher.
+        users: children that this process had before, which are left alone; see Note [No orphans] in
+            launch/processes.py.
+    """
     if process.poll() is None:
         process.terminate()
         try:
@@ -482,7 +489,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    processes.sweep(patience=_LEFTOVER_PATIENCE)  # see Note [No orphans] in launch/processes.py
+    if process.returncode < 0:  # a signal: else it has left nothing
+        processes.sweep(patience=_LEFTOVER_PATIENCE, spare=users)
 
 
 def _output(home: Path) -> Path:

@@ -123,6 +123,21 @@ def test_a_file_that_was_moved_and_written_keeps_its_other_names(tmp_path: Path)
     assert (other.read_text(), path.stat().st_ino, moved.exists()) == ("mine", other.stat().st_ino, False)
 
 
+def test_a_file_that_is_written_where_another_was_moved_from_takes_no_content_along(tmp_path: Path) -> None:
+    last, best, previous = (tmp_path / name for name in ("last.pt", "best.pt", "previous.pt"))
+    last.write_text("mine")
+    os.link(last, best)
+    journal = Journal(tmp_path / "journal")
+    journal.will_move(str(last), str(previous))
+    last.rename(previous)
+    for path in (last, previous):
+        journal.will_write(path)
+        path.write_text("theirs")
+    assert put_back(tmp_path / "journal").left == {}
+    assert (last.read_text(), best.read_text(), previous.exists()) == ("mine", "mine", False)
+    assert last.stat().st_ino == best.stat().st_ino
+
+
 def test_a_file_that_cannot_be_looked_at_is_not_taken_for_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

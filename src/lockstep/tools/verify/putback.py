@@ -251,8 +251,9 @@ class Journal:
         elif line["what"] == "linked":
             self._names[line["path"]] = line["from"]
         elif line["what"] == "moved":  # other files may be there now
-            ends = (line["from"] + os.sep, line["path"] + os.sep)
-            self._known = {each for each in self._known if not each.startswith(ends)}
+            ends = (line["from"], line["path"])
+            below = tuple(each + os.sep for each in ends)
+            self._known = {each for each in self._known if each not in ends and not each.startswith(below)}
 
     def _add(self, line: dict[str, Any]) -> None:
         with open(self._folder / _LINES, "ab", opener=_private) as file:

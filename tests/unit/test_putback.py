@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import resource
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -136,6 +139,53 @@ def test_a_file_that_is_written_where_another_was_moved_from_takes_no_content_al
     assert put_back(tmp_path / "journal").left == {}
     assert (last.read_text(), best.read_text(), previous.exists()) == ("mine", "mine", False)
     assert last.stat().st_ino == best.stat().st_ino
+
+
+@contextmanager
+def _no_right_to_write_what_is_read_only() -> Iterator[None]:
+    """Take CAP_DAC_OVERRIDE from this thread, if it has it: root is a user like others then."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header, words = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # the third version, this thread
+    assert libc.capget(header, words) == 0
+    effective = words[0]
+    words[0] = effective & ~(1 << 1)
+    assert libc.capset(header, words) == 0
+    try:
+        yield
+    finally:
+        words[0] = effective
+        assert libc.capset(header, words) == 0
+
+
+def test_a_file_that_the_script_leaves_read_only_is_put_back(tmp_path: Path) -> None:
+    path, other = tmp_path / "last.pt", tmp_path / "other.pt"
+    path.write_text("mine")
+    path.chmod(0o640)
+    os.link(path, other)
+    Journal(tmp_path / "journal").will_write(path)
+    path.write_text("theirs")
+    path.chmod(0o444)
+    with _no_right_to_write_what_is_read_only():
+        assert put_back(tmp_path / "journal").left == {}
+    assert (other.read_text(), path.stat().st_mode & 0o777) == ("mine", 0o640)
+    assert path.stat().st_ino == other.stat().st_ino
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("is_another", [False, True])
+def test_a_file_that_the_script_gives_to_somebody_else_has_its_owner_again(tmp_path: Path, is_another: bool) -> None:
+    path = tmp_path / "last.pt"
+    path.write_text("mine")
+    os.chown(path, 12, 34)
+    path.chmod(0o640)
+    Journal(tmp_path / "journal").will_write(path)
+    if is_another:
+        path.rename(tmp_path / "away.pt")
+    path.write_text("theirs")
+    os.chown(path, 56, 78)
+    assert put_back(tmp_path / "journal").left == {}
+    found = path.stat()
+    assert (path.read_text(), found.st_uid, found.st_gid, found.st_mode & 0o777) == ("mine", 12, 34, 0o640)
 
 
 def test_a_file_that_cannot_be_looked_at_is_not_taken_for_a_new_one(

@@ -411,15 +411,21 @@ def _restore(copy: Path, path: str, entry: dict[str, Any]) -> None:
             with suppress(FileNotFoundError):
                 os.unlink(path)
             os.makedirs(os.path.dirname(path), exist_ok=True)
+        else:
+            with suppress(PermissionError):  # somebody else's, which may be writable all the same
+                os.chmod(path, 0o600)  # the script may have left it read-only
         with open(path, "r+b" if is_there else "xb", opener=_private) as file:
             shutil.copyfileobj(source, file, 1 << 20)
             file.truncate()
     try:
-        if not is_there and os.geteuid() == 0:
+        found = os.stat(path)
+        if entry["owner"] != [found.st_uid, found.st_gid]:
             os.chown(path, *entry["owner"])
-        shutil.copystat(copy, path)
     finally:
-        os.unlink(copy)
+        try:
+            shutil.copystat(copy, path)  # after its owner, with whom some modes go
+        finally:
+            os.unlink(copy)
 
 
 def _is(path: str, wanted: list[int]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import resource
 import shutil
@@ -186,6 +187,30 @@ def test_a_file_that_the_script_gives_to_somebody_else_has_its_owner_again(tmp_p
     assert put_back(tmp_path / "journal").left == {}
     found = path.stat()
     assert (path.read_text(), found.st_uid, found.st_gid, found.st_mode & 0o777) == ("mine", 12, 34, 0o640)
+
+
+def test_a_process_that_is_forked_while_a_file_is_copied_does_not_keep_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, lock = tmp_path / "last.pt", tmp_path / "journal" / "lock"
+    path.write_text("mine")
+    copy2, inherited = shutil.copy2, list[int]()
+
+    def forks_meanwhile(*args: str) -> None:
+        """Keep what a forked process has of the lock: the same open file."""
+        copy2(*args)
+        fds = [int(name) for name in os.listdir("/proc/self/fd")]
+        fds = [fd for fd in fds if os.path.realpath(f"/proc/self/fd/{fd}") == str(lock)]
+        inherited.extend(os.dup(fd) for fd in fds)
+
+    monkeypatch.setattr(shutil, "copy2", forks_meanwhile)
+    Journal(tmp_path / "journal").will_write(path)
+    (held,) = inherited
+    try:
+        with lock.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(held)
 
 
 def test_a_file_that_cannot_be_looked_at_is_not_taken_for_a_new_one(

@@ -233,6 +233,7 @@ class Journal:
             self._catch_up()
             yield
         finally:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a process that another thread has forked meanwhile has it, too
             os.close(fd)
             self._here.is_busy = was_busy
 

@@ -520,6 +520,21 @@ os.makedirs("last.pt/made by another program")
     assert (tmp_path / "last.pt").read_text() == "mine"
 
 
+def test_no_run_begins_without_a_folder_that_could_not_be_moved_back(tmp_path: Path, temporary: Path) -> None:
+    (tmp_path / "run").mkdir()
+    launcher = """
+Journal(journal_of(home)).will_move("run", "run.old")
+os.rename("run", "run.old")
+os.makedirs("run/made by another program")
+"""
+    done = _verify_by(launcher, "", tmp_path, temporary)
+    assert done.returncode == 2, done
+    told = f"  {tmp_path / 'run'}: Directory not empty; it is now at {tmp_path / 'run.old'}"
+    assert told in done.stderr.splitlines(), done
+    assert (tmp_path / "last.pt").read_text() == "mine"
+    assert list(temporary.iterdir()) == []
+
+
 def test_ranks_without_a_launcher_have_ended_when_files_are_put_back(tmp_path: Path, temporary: Path) -> None:
     launcher = """
 rank = os.fork()

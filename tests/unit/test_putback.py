@@ -241,6 +241,61 @@ def test_a_removed_folder_has_its_mode_again(tmp_path: Path) -> None:
     assert folder.stat().st_mode & 0o7777 == 0o2777
 
 
+@pytest.mark.parametrize("in_the_way", ["a folder", "a full folder", "a file"])
+def test_a_folder_is_moved_back_or_it_is_told_where_it_is(tmp_path: Path, in_the_way: str) -> None:
+    journal, before, away = Journal(tmp_path / "journal"), tmp_path / "run", tmp_path / "run.old"
+    before.mkdir()
+    (before / "last.pt").write_text("mine")
+    journal.will_move(str(before), str(away))
+    before.rename(away)
+    if in_the_way == "a file":
+        before.touch()  # by another program
+    else:
+        before.mkdir()
+        if in_the_way == "a full folder":
+            (before / "log").touch()
+    done = put_back(tmp_path / "journal")
+    if in_the_way == "a folder":
+        assert (done.left, (before / "last.pt").read_text(), away.exists()) == ({}, "mine", False)
+    else:
+        why = "Directory not empty" if in_the_way == "a full folder" else "Not a directory"
+        assert done.left == {str(before): f"{why}; it is now at {away}"}
+        assert (done.lost, (away / "last.pt").read_text()) == ([str(before)], "mine")
+
+
+def test_a_folder_whose_move_has_failed_stays_where_it_is(tmp_path: Path) -> None:
+    journal, folder, full = Journal(tmp_path / "journal"), tmp_path / "run", tmp_path / "full"
+    for each in (folder, full):
+        each.mkdir()
+        (each / "last.pt").write_text(f"mine, {each.name}")
+    journal.will_move(str(folder), str(full))
+    with pytest.raises(OSError, match="Directory not empty"):
+        folder.rename(full)
+    assert put_back(tmp_path / "journal") == putback.PutBack()
+    assert [(each / "last.pt").read_text() for each in (folder, full)] == ["mine, run", "mine, full"]
+
+
+def test_a_file_with_other_names_is_moved_back_over_what_another_program_has_put_there(tmp_path: Path) -> None:
+    path, other, moved = (tmp_path / name for name in ("last.pt", "other.pt", "moved.pt"))
+    path.write_text("mine")
+    os.link(path, other)
+    Journal(tmp_path / "journal").will_move(str(path), str(moved))
+    path.rename(moved)
+    path.write_text("by another program")
+    assert put_back(tmp_path / "journal").left == {}
+    assert (path.read_text(), path.stat().st_ino, moved.exists()) == ("mine", other.stat().st_ino, False)
+
+
+def test_a_removed_folder_in_whose_place_a_file_is_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    Journal(tmp_path / "journal").will_remove(str(folder))
+    folder.rmdir()
+    folder.touch()  # by another program
+    done = put_back(tmp_path / "journal")
+    assert (done.left, done.lost) == ({str(folder): "File exists"}, [str(folder)])
+
+
 def test_files_that_are_changed_after_a_folder_was_moved_have_copies_of_their_own(tmp_path: Path) -> None:
     journal, moved = Journal(tmp_path / "journal"), tmp_path / "moved"
     moved.mkdir()
@@ -304,7 +359,9 @@ def test_a_link_that_is_not_put_back_is_told_with_its_target(tmp_path: Path) -> 
     Journal(tmp_path / "journal").will_write(path, follows=False)
     path.unlink()
     path.mkdir()  # by another program
-    assert put_back(tmp_path / "journal").left == {str(path): "Is a directory; it was a link to best.pt"}
+    done = put_back(tmp_path / "journal")
+    assert done.left == {str(path): "Is a directory; it was a link to best.pt"}
+    assert done.lost == [str(path)]
 
 
 def test_a_file_of_which_the_disk_holds_no_copy_is_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ class TooLarge(LockstepError):
 
 
 class NotPutBack(LockstepError):
-    """Files that the script has changed can't be written as they were before."""
+    """Files, links or folders that the script has changed can't be put back as they were before."""
 
     code = "not-put-back"
 
@@ -158,12 +158,13 @@ class Journal:
             if os.path.isdir(first) and not os.path.islink(first):
                 if os.path.lexists(second):
                     self._keep_folder(second)
-                self._add({"what": "moved", "path": second, "from": first})
+                self._add({"what": "moved", "path": second, "from": first, "id": _id(os.lstat(first))})
             elif os.path.lexists(first):
                 self._keep(first)
                 self._keep(second)
-                if os.lstat(first).st_nlink > 1:  # moved back it keeps its other names
-                    self._add({"what": "moved", "path": second, "from": first})
+                found = os.lstat(first)
+                if found.st_nlink > 1:  # moved back it keeps its other names
+                    self._add({"what": "moved", "path": second, "from": first, "id": _id(found)})
 
     def will_link(self, source: str | Path, to: str | Path) -> None:
         """Note that a file is about to have another name: what is written under it is written to the file."""
@@ -319,6 +320,8 @@ class PutBack:
     files: list[str] = field(default_factory=list)
     #: Files that are not as they were, with the reason.
     left: dict[str, str] = field(default_factory=dict)
+    #: Those of them that were there before the run, without which no other run can begin as it did.
+    lost: list[str] = field(default_factory=list)
     #: The copies of files whose former content is nowhere else.
     kept: dict[str, Path] = field(default_factory=dict)
 
@@ -338,11 +341,7 @@ def put_back(folder: str | Path) -> PutBack:
         try:
             was_there = _undo(entry, home)
         except OSError as error:
-            result.left[path] = error.strerror or str(error)
-            if entry["what"] == "link":
-                result.left[path] += f"; it was a link to {entry['target']}"
-            elif entry["what"] == "changed" and (copy := home / entry["copy"]).exists():
-                result.kept[path] = copy
+            _note_failure(result, entry, home, error.strerror or str(error))
             continue
         if was_there and entry["what"] != "folder" and path not in result.files:
             result.files.append(path)
@@ -350,11 +349,29 @@ def put_back(folder: str | Path) -> PutBack:
     return result
 
 
+def _note_failure(result: PutBack, entry: dict[str, Any], home: Path, why: str) -> None:
+    """Note a line that could not be undone, and where what it was about is now."""
+    what, path = entry["what"], entry["path"]
+    is_lost = what in ("link", "moved", "removed folder")
+    if what == "link":
+        why += f"; it was a link to {entry['target']}"
+    elif what == "moved":
+        if not os.path.isdir(path):  # a file: a copy of it was kept before it was moved
+            return
+        path, why = entry["from"], f"{why}; it is now at {path}"
+    elif what == "changed" and (copy := home / entry["copy"]).exists():
+        result.kept[path] = copy
+        is_lost = True
+    result.left[path] = why
+    if is_lost and path not in result.lost:
+        result.lost.append(path)
+
+
 def _undo(entry: dict[str, Any], home: Path) -> bool:
     """Undo one line. Return whether there was anything to undo."""
     what, path = entry["what"], entry["path"]
     if what == "moved":
-        if not os.path.lexists(path) or os.path.lexists(entry["from"]):
+        if not os.path.lexists(path) or _has(entry["from"], entry["id"]):  # (the latter was not moved)
             return False
         os.rename(path, entry["from"])
     elif what == "removed folder":
@@ -408,7 +425,7 @@ def _restore(copy: Path, path: str, entry: dict[str, Any]) -> None:
     copy is removed once the content is back.
     """
     with open(copy, "rb") as source:
-        if not (is_there := _is(path, entry["id"])):
+        if not (is_there := _has(path, entry["id"], is_file=True)):
             with suppress(FileNotFoundError):
                 os.unlink(path)
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -429,12 +446,13 @@ def _restore(copy: Path, path: str, entry: dict[str, Any]) -> None:
             os.unlink(copy)
 
 
-def _is(path: str, wanted: list[int]) -> bool:
+def _has(path: str, wanted: list[int], *, is_file: bool = False) -> bool:
+    """Return whether what has been known by its id has this name now."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
         return False
-    return stat.S_ISREG(found.st_mode) and _id(found) == wanted
+    return _id(found) == wanted and (stat.S_ISREG(found.st_mode) or not is_file)
 
 
 class Lookout:

@@ -342,13 +342,16 @@ class _Runs:
             if path not in self.result.left:
                 self.result.left.append(path)
                 self._tell(f"{what}: not as it was before: {path}")
-        if done.kept:
-            copies = "\n".join(f"  {shlex.join(['cp', '-p', str(copy), path])}" for path, copy in done.kept.items())
-            raise NotPutBack(
-                f"{counted(len(done.kept), 'file')} could not be put back after the run on {what} "
-                f"({listed([*dict.fromkeys(done.left[path] for path in done.kept)])}), so no other run can begin as it "
-                f"did. Once nothing is in the way, copy what was there before:\n{copies}"
+        if done.lost:
+            text = (
+                f"{counted(len(done.lost), 'path')} could not be put back after the run on {what}, so no other run can "
+                "begin as it did:\n" + "\n".join(f"  {path}: {done.left[path]}" for path in done.lost)
             )
+            if done.kept:
+                copies = (shlex.join(["cp", "-p", str(copy), path]) for path, copy in done.kept.items())
+                text += "\nOnce nothing is in the way, copy what was there before:"
+                text += "".join(f"\n  {each}" for each in copies)
+            raise NotPutBack(text)
 
     def _why_useless(self, found: Observation, home: Path, code: int, what: str) -> str | None:
         """Return why there is nothing to compare in a run, if so."""

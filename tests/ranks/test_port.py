@@ -68,6 +68,38 @@ def test_a_script_that_cannot_run_is_said_so(tmp_path: Path) -> None:
     assert "no_such_function" in found[0]["words"]
 
 
+#: The command with another program for verify.
+_COMMAND = """
+import sys
+from lockstep.cli import main
+from lockstep.tools.port import verification
+verification.COMMAND = (sys.executable, "-c", VERIFY)
+main(["port", *sys.argv[1:], "train.py"], prog_name="lockstep")
+"""
+
+
+def _port_by(verify: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(TORCHRUN)
+    words = [sys.executable, "-c", _COMMAND.replace("VERIFY", repr(verify)), *options]
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, timeout=LIMIT)
+
+
+def test_a_port_ends_where_files_can_not_be_put_back(tmp_path: Path) -> None:
+    verify = """
+import json, sys
+open("verified", "a").write(sys.argv[-1] + "\\n")
+print("lockstep verify: no other run can begin:\\n  cp -p here there\\n  cp -p this that", file=sys.stderr)
+print(json.dumps({"schema": "lockstep.error/1", "code": "not-put-back", "message": "no other run"}))
+sys.exit(2)
+"""
+    done = _port_by(verify, tmp_path, "--verify", "--write", "--json")
+    assert done.returncode == 2, done
+    assert done.stderr.splitlines()[-2:] == ["  cp -p here there", "  cp -p this that"]
+    assert holds(done.stdout, "lockstep.error/1")["code"] == "not-put-back"
+    assert len((tmp_path / "verified").read_text().splitlines()) == 1, "the port was not run"
+    assert (tmp_path / "train.py").read_text() == TORCHRUN
+
+
 def test_an_interrupt_leaves_verify_the_time_to_put_files_back(tmp_path: Path) -> None:
     verify = """
 import os, signal, sys
@@ -80,16 +112,7 @@ os.kill(os.getppid(), signal.SIGINT)
 while True:
     signal.pause()
 """
-    command = f"""
-import sys
-from lockstep.cli import main
-from lockstep.tools.port import verification
-verification.COMMAND = (sys.executable, "-c", {verify!r})
-main(["port", "--verify", "train.py"], prog_name="lockstep")
-"""
-    (tmp_path / "train.py").write_text(TORCHRUN)
-    words = [sys.executable, "-c", command]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=LIMIT)
+    done = _port_by(verify, tmp_path, "--verify")
     assert done.returncode == 128 + signal.SIGINT, done
     assert "lockstep verify: has the copies" in done.stderr
     assert sorted(each.name for each in tmp_path.iterdir()) == ["put back", "train.py"]

@@ -78,6 +78,7 @@ def port(
         from lockstep.tools.port.port import port as port_script
         from lockstep.tools.port.remarks import PortVerdict
         from lockstep.tools.port.verification import VerifyRequest, verify_both
+        from lockstep.tools.verify.putback import NotPutBack
 
         found = port_script(script, ranks=ranks)
         is_ported = found.verdict in (PortVerdict.FULLY, PortVerdict.PARTLY)
@@ -85,6 +86,8 @@ def port(
         if verifies and is_ported:
             say("verifying the script and its port")
             verified = verify_both(found, VerifyRequest(count, steps, timeout, args))
+            if not verified[-1].has_put_back:
+                raise NotPutBack(f"what {script} has changed could not be put back:\n{verified[-1].words}")
         if write and is_ported:
             with script.open("r+b") as file:  # the same file: its permissions, links and owner stay
                 file.write(found.after.encode())

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.tools.port.port import Port, port_text
@@ -30,6 +30,11 @@ class Verified:
     which: str
     code: str
     words: str
+
+    @property
+    def has_put_back(self) -> bool:
+        """False if files are not as they were before the script ran; ``words`` is all that verify has said then."""
+        return self.code != "not-put-back"
 
     @property
     def is_equal(self) -> bool:
@@ -57,12 +62,16 @@ class VerifyRequest:
 def verify_both(port: Port, request: VerifyRequest) -> list[Verified]:
     """Verify the script as it was, and a copy of the port beside it, which is removed afterwards.
 
+    The copy is not run if what the script has changed could not be put back.
+
     In the copy, batch sizes that were per rank are those of ``request.ranks`` ranks: written as a multiple of the
     number of ranks, the global batch would differ between one rank and several, which verify compares.
     """
     after = port_text(port.before, port.path, ranks=request.ranks).after
     copy = port.path.with_name(f".{port.path.stem}-ported-{os.getpid()}.py")
     found = [_verify("before", port.path, request)]
+    if not found[0].has_put_back:
+        return found
     try:
         copy.write_text(after, encoding="utf-8")
         return [*found, _verify("after", copy, request)]
@@ -88,7 +97,8 @@ def _verify(which: str, script: Path, request: VerifyRequest) -> Verified:
         lines = (err.strip() or f"exit code {process.returncode}").splitlines()
         return Verified(which, "cannot-verify", f"could not be verified: {lines[-1]}")
     if "verdict" not in told:
-        return Verified(which, told["code"], f"could not be verified: {' '.join(told['message'].split())}")
+        found = Verified(which, told["code"], f"could not be verified: {' '.join(told['message'].split())}")
+        return found if found.has_put_back else replace(found, words=err.rstrip())  # with commands, a line each
     reasons = [reason["cause"] for each in told["contrasts"] for reason in each["reasons"]]
     more = f" ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
     return Verified(which, told["code"], f"one rank and {request.ranks}: {told['verdict']}{more}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -88,8 +89,7 @@ def _verify(which: str, script: Path, request: VerifyRequest) -> Verified:
         try:
             out, err = process.communicate()
         except KeyboardInterrupt:
-            process.terminate()  # (subprocess.run would kill it) it puts back what the script has changed,
-            print(process.communicate()[1], end="", file=sys.stderr)  # or says where copies are
+            print(_leave(process), end="", file=sys.stderr)
             raise
     try:
         told = json.loads(out)
@@ -102,3 +102,14 @@ def _verify(which: str, script: Path, request: VerifyRequest) -> Verified:
     reasons = [reason["cause"] for each in told["contrasts"] for reason in each["reasons"]]
     more = f" ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
     return Verified(which, told["code"], f"one rank and {request.ranks}: {told['verdict']}{more}")
+
+
+def _leave(process: subprocess.Popen[str]) -> str:
+    """End verify, and return what it has said: it puts back what the script has changed, or tells where copies are."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # another one would end the command, and what verify says
+    try:
+        process.terminate()
+        print("ending lockstep verify, which puts back the files that the script has changed", file=sys.stderr)
+        return process.communicate()[1]
+    finally:
+        signal.signal(signal.SIGINT, before)

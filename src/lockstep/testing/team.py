@@ -282,11 +282,13 @@ class _CallUnderWay:
                 hangs.look(states, now, ask=lambda ranks, signum: self._team.signal(list(ranks), signum))
             # On a busy machine a rank may only not have run for some seconds, so a hang has to last.
             sure = min(sure, now + knobs.late()) if self._can_not_end() else float("inf")
-            if now >= min(limit, follow, sure):
+            is_over = now >= min(limit, follow, sure)
+            answers = self._team.hear(now if is_over else min(limit, follow, sure, look, hangs.due))
+            if is_over and not answers:  # (what came while this process stood still counts)
                 failed = follow < float("inf")
                 self._stop(EndedFor.LIMIT if now >= limit else EndedFor.FAILURE if failed else EndedFor.HANG)
                 return
-            if self._take(self._team.hear(min(limit, follow, sure, look, hangs.due))):
+            if self._take(answers):
                 follow = min(follow, time.monotonic() + FOLLOWING)
 
     def _can_not_end(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,8 +16,9 @@ from lockstep import EnvironmentMismatch, LaunchError, knobs
 from lockstep.launch import console
 from lockstep.launch.console import MET
 from lockstep.launch.hosted import Order, _Guard
-from lockstep.launch.hosts import _FULL, Line, _Job, refuse_with_hosts
+from lockstep.launch.hosts import _FULL, _PATIENCE, Line, _Job, refuse_with_hosts
 from lockstep.launch.output import OutputSink
+from lockstep.launch.processes import SignalArrival
 from lockstep.remote.frames import SILENT, FrameKind, Frames, Greeting, frame
 from lockstep.remote.ssh import Host, meeting_place, parse_hosts, passed_on
 
@@ -105,7 +107,7 @@ def test_a_host_is_not_silent_while_nobody_listens() -> None:
     )
     job, sink = _Job.__new__(_Job), OutputSink(shown)  # its processes are not needed here
     job._connections, job._sinks = [quiet], {FrameKind.OUTPUT: sink}  # type: ignore[list-item]
-    job._signals, job._looked = signals, long_ago  # type: ignore[assignment]
+    job._signals, job._looked, job._read_on_at = signals, long_ago, float("inf")  # type: ignore[assignment]
     sink.backlog += bytes(2 * _FULL)
     job._write(0.0)
     job._end_silent()
@@ -116,6 +118,44 @@ def test_a_host_is_not_silent_while_nobody_listens() -> None:
     assert not quiet.open, "it is listened to, and nothing has come"
     assert quiet.words == "no sign of life for 30 s"
     for fd in (signals, unused, terminal, shown):
+        os.close(fd)
+
+
+@pytest.mark.parametrize(("grace", "signals"), [(30.0, 2), (-_PATIENCE, 1)])
+def test_a_signal_ends_a_job_whose_output_is_stuck(grace: float, signals: int) -> None:
+    """The ends of the hosts are read behind it: once the time to stop is over, or at a second signal."""
+    (queue, unused), (terminal, shown), (output, host) = os.pipe(), os.pipe(), os.pipe()
+    told: list[bytes] = []
+    stopped = SimpleNamespace(open=True, code=None, readable=[output], send=told.append)
+    job, sink = _Job.__new__(_Job), OutputSink(shown)  # its processes are not needed here
+    job._connections, job._sinks = [stopped], {FrameKind.OUTPUT: sink}  # type: ignore[list-item]
+    job._signals, job._looked, job._stopped_by = queue, 0.0, None  # type: ignore[assignment]
+    job._grace, job._read_on_at = grace, float("inf")
+    sink.backlog += bytes(2 * _FULL)
+    os.write(host, frame(FrameKind.ENDED, b"130"))
+    for _ in range(signals):
+        assert output not in job._write(0.0), "the host waits for the reader"
+        job._on_signal(signal.SIGINT)
+    assert output in job._write(0.0)
+    assert told == [b"SIGINT\n"] * signals
+    for fd in (queue, unused, terminal, shown, output, host):
+        os.close(fd)
+
+
+def test_a_signal_ends_the_wait_for_a_reader_that_takes_nothing() -> None:
+    """After all hosts have ended, too."""
+    (queue, arrives), (terminal, shown) = os.pipe(), os.pipe()
+    job, sink = _Job.__new__(_Job), OutputSink(shown)  # its processes are not needed here
+    job._connections, job._sinks, job._later, job._unfinished = [], {FrameKind.OUTPUT: sink}, [], {}
+    job._codes, job._lost, job._stopped_by = [130], False, None
+    job._looked, job._read_on_at = 0.0, float("inf")
+    arrivals = [[SignalArrival(signal.SIGINT, True)], [SignalArrival(signal.SIGTSTP, True)], []]
+    job._signals = SimpleNamespace(fileno=lambda: queue, read=arrivals.pop)  # type: ignore[assignment]
+    sink.backlog += bytes(2 * _FULL)
+    assert job.conclude() == 130
+    assert not arrivals
+    assert sink.backlog
+    for fd in (queue, arrives, terminal, shown):
         os.close(fd)
 
 

@@ -162,6 +162,9 @@ class _Job:
         #: Exit codes of hosts, in the order of their ends, without those that were ended from here.
         self._codes: list[int] = []
         self._lost = False
+        #: The time from which what comes from the hosts is read, and kept, though the output is stuck: their ends may
+        #: be behind it.
+        self._read_on_at = float("inf")
         #: The time of the last look whether something has come from the hosts.
         self._looked = time.monotonic()
         self._ended: set[str] = set()
@@ -234,6 +237,8 @@ class _Job:
         limit = time.monotonic() + _REACH
         while any(sink.backlog for sink in self._sinks.values()) and time.monotonic() < limit:
             self._write(0.1)
+            if any(arrival.signum in STOPPING for arrival in self._signals.read()):
+                break  # no reader takes the output, and the user wants an end
         if EXIT_SAVED in self._codes:
             return EXIT_SAVED
         failed = next((code for code in self._codes if code), 0)
@@ -293,8 +298,9 @@ class _Job:
         waiting = {sink.fd: sink for sink in self._sinks.values() if sink.backlog}
         for fd in waiting:
             poll.register(fd, select.POLLOUT)
-        if all(len(sink.backlog) < _FULL for sink in waiting.values()):
-            self._looked = time.monotonic()
+        now = time.monotonic()
+        if now >= self._read_on_at or all(len(sink.backlog) < _FULL for sink in waiting.values()):
+            self._looked = now
             for each in self._connections:
                 for fd in each.readable:
                     poll.register(fd, select.POLLIN)
@@ -319,6 +325,7 @@ class _Job:
             each.send(f"{signum.name}\n".encode())
         if signum != SAVE:
             self._stopped_by = signum
+            self._read_on_at = time.monotonic() + (self._grace + _PATIENCE if first else 0.0)
 
     def _on_frame(self, index: int, each: Connection, kind: FrameKind, data: bytes, now: float) -> None:
         match kind:

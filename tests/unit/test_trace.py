@@ -11,16 +11,18 @@ import resource
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 
-from lockstep import knobs
+from lockstep import LaunchError, knobs
 from lockstep.job import flight, tracing
 from lockstep.job.files import JobFiles
 from lockstep.job.flight import Flight
 from lockstep.job.page import PAGE, Phase
 from lockstep.job.trace import BatchTimes, EventKind, EventWriter, RankTrace, batches, is_over
+from lockstep.launch.launcher import Launcher
 from lockstep.launch.tracing import Tracer
 from lockstep.rendezvous.clocks import ahead
 from lockstep.rendezvous.messages import Round
@@ -418,3 +420,46 @@ def test_a_profile_that_is_none_is_told(rank: Path) -> None:
     assert trace is not None
     assert "JSONDecodeError" in trace.about["profiles"]["0/1"]["trouble"]
     assert trace.about["missing_ranks"] == [1]
+
+
+@pytest.fixture
+def renewed(monkeypatch: pytest.MonkeyPatch) -> tuple[Launcher, list[str]]:
+    """A launcher whose ranks have ended, and what it does as they start again; its processes are not needed here."""
+    launcher, did = Launcher.__new__(Launcher), []
+    launcher.attempt = SimpleNamespace(number=0, close=lambda: did.append("close"))  # type: ignore[assignment]
+
+    def end_trace(_: Launcher) -> list[str]:
+        did.append("trace")
+        now.append(now[-1] + 60.0)
+        return []
+
+    now = [7.0]
+    again = SimpleNamespace(number=1, began=now[0])
+    monkeypatch.setattr("lockstep.launch.launcher.time", SimpleNamespace(monotonic=lambda: now[-1]))
+    monkeypatch.setattr(Launcher, "_attempt", lambda *_, **__: again)
+    monkeypatch.setattr(Launcher, "_end_trace", end_trace)
+    monkeypatch.setattr(Launcher, "_end_start", lambda _: did.append(f"end at {now[-1]:g}"))
+    monkeypatch.setattr(Launcher, "_record_start", lambda self: did.append(f"begin at {self.attempt.began:g}"))
+    return launcher, did
+
+
+def test_the_time_that_a_trace_takes_is_no_starts(renewed: tuple[Launcher, list[str]]) -> None:
+    """A start ends with its ranks, and the next one begins when the trace is written."""
+    launcher, did = renewed
+    assert launcher.renew(Round(0, (1,), "", 0)).number == 1
+    assert did == ["end at 7", "trace", "close", "begin at 67"]
+
+
+def test_a_start_that_can_not_be_followed_stays_the_last(
+    renewed: tuple[Launcher, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its trace, which is written at the end of the job."""
+    launcher, did = renewed
+
+    def attempt(*_: object, **__: object) -> NoReturn:
+        raise LaunchError("the disk is full")
+
+    monkeypatch.setattr(Launcher, "_attempt", attempt)
+    with pytest.raises(LaunchError, match="the disk is full"):
+        launcher.renew(Round(0, (1,), "", 0))
+    assert (launcher.attempt.number, did) == (0, [])

@@ -419,10 +419,11 @@ class Launcher:
         Raises:
             LaunchError: its files can't be written; the one before is still the last.
         """
-        self._tell(self._end_trace())
         attempt = self._attempt(round_, number=self.attempt.number + 1)
         self._end_start()
+        self._tell(self._end_trace())
         self.attempt.close()
+        attempt.began = time.monotonic()  # the trace may have taken its time
         self.attempt = attempt
         self._record_start()
         return self.attempt

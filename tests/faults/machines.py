@@ -64,7 +64,7 @@ class Machines:
         self._undo = ExitStack()
         self.running: list[Running] = []
         #: Where each machine's temporary files are.
-        self._temporary: list[Path] = []
+        self.temporary: list[Path] = []
 
     def __enter__(self) -> Machines:
         return self
@@ -97,8 +97,8 @@ class Machines:
         }
         if self._network:
             before += _ENTER.format(name=self._network[number if place is None else place])
-        self._temporary.append(Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="machine-"))))
-        env.setdefault("TMPDIR", str(self._temporary[-1]))
+        self.temporary.append(Path(self._undo.enter_context(tempfile.TemporaryDirectory(prefix="machine-"))))
+        env.setdefault("TMPDIR", str(self.temporary[-1]))
         job = Running(command, cwd=self._folder, env=environment(self._folder, torch=True, **env), before=before)
         self.running.append(self._undo.enter_context(job))
         return job
@@ -109,7 +109,7 @@ class Machines:
         A machine of which everything died at once can't remove its files; ``lost`` says which. (The next job does.)
         """
         found = [f"process {pid} in {name}" for name in self._network for pid in processes(name)]
-        for machine, temporary in zip(self.running, self._temporary, strict=True):
+        for machine, temporary in zip(self.running, self.temporary, strict=True):
             if machine is not lost:
                 found += [str(path) for path in temporary.glob("lockstep-*")]
         return found

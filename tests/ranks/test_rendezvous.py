@@ -20,7 +20,7 @@ from lockstep.launch.ports import free_port
 from lockstep.runs.series import Series
 from tests.faults import jobs
 from tests.faults.machines import SOON, Machines, client, kill_all, sockets, stop_all, zygote
-from tests.launching import LIMIT, Finished, Running, wait_for
+from tests.launching import LIMIT, Finished, Running, python_path, wait_for
 from tests.schemas import holds
 
 pytestmark = pytest.mark.timeout(150)
@@ -540,6 +540,58 @@ def test_the_end_of_the_process_that_forks_is_told_while_machines_meet_again(tmp
     assert "failed: killed by signal 9" in said
     assert "the process that forks the ranks (process " in done.err
     assert done.err.count("rank 0 of 1 failed") + said.count("rank 0 of 1 failed") == 1
+
+
+#: A module that leaves the process that forks room for some processes.
+_ROOM = """
+import errno, os
+fork, left = os.fork, [{room}]
+def fork_while_there_is_room():
+    if not left[0]:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    left[0] -= 1
+    return fork()
+os.fork = fork_while_there_is_room
+"""
+#: What the machines have to end within, far less than --join-timeout; and what they say.
+_AT_ONCE, _NO_PROCESS = 60.0, "no process could be forked for 1 s: Resource temporarily unavailable; "
+
+
+@pytest.mark.parametrize("full", ["files", "processes"])
+def test_a_machine_that_can_not_start_again_ends_the_job_on_all(tmp_path: Path, full: str) -> None:
+    (tmp_path / "full.py").write_text(_ROOM.format(room=2))  # for its client, and for its rank once
+    path = python_path(jobs.SCRIPT.parents[2], tmp_path)
+    env = {"LOCKSTEP_PRELOAD": "full", "PYTHONPATH": path} if full == "processes" else {}
+    with Machines(tmp_path, "2") as machines:
+        first = machines.start("--slow", "0.3", "--epochs", "6")
+        wait_for(lambda: _has_client(first) and sockets(client(first), "0A"), "its store")
+        machines.start("--slow", "0.3", "--epochs", "6", **env)
+        wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 3, "training")
+        (home,) = (path.parent for path in machines.temporary[1].glob("lockstep-*/1"))
+        if full == "files":
+            (home / "2").touch()  # in the way of a folder
+        os.kill(int((tmp_path / "pid-0-1").read_text()), signal.SIGKILL)
+        codes, (here, there) = _codes(machines, _AT_ONCE)
+    why = _NO_PROCESS if full == "processes" else f"the job's files can't be written in {home}: {home}/2: File exists; "
+    assert codes == [128 + signal.SIGKILL] * 2, (here, there)
+    assert f"\nlockstep: not restarted: {why}" in there.err
+    assert re.search(r"\nlockstep: on machine 1 \(.*\): not restarted: " + re.escape(why), here.err), here.err
+    assert all("restart 1 of 2: all ranks start again" in each.err for each in (here, there))
+
+
+def test_a_machine_that_can_not_start_ends_the_job_on_all(tmp_path: Path) -> None:
+    (tmp_path / "full.py").write_text(_ROOM.format(room=2))  # for its client, and for one rank
+    with Machines(tmp_path, "2") as machines:
+        first = machines.start()
+        wait_for(lambda: _has_client(first) and sockets(client(first), "0A"), "its store")
+        path = python_path(jobs.SCRIPT.parents[2], tmp_path)
+        machines.start(ranks=2, LOCKSTEP_PRELOAD="full", PYTHONPATH=path)
+        codes, (here, there) = _codes(machines, _AT_ONCE)
+    assert codes == [1, 1], (here, there)
+    assert f"\nlockstep: the ranks could not be started:\n{_NO_PROCESS}" in there.err
+    assert re.search(r"\nlockstep: on machine 1 \(.*\): the ranks could not be started:\n" + _NO_PROCESS, here.err), (
+        here
+    )
 
 
 def test_a_machine_that_loses_the_others_when_it_is_done_says_so(tmp_path: Path) -> None:

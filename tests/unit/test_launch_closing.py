@@ -15,7 +15,6 @@ from lockstep.rendezvous.messages import EndKind
 _BOTH = (False, True)
 _KINDS = (None, *EndKind)
 _ALL: dict[str, tuple[Any, ...]] = {
-    "broken": _BOTH,
     "refused_with": (None, 3),
     "saved": _BOTH,
     "stopped_by": (None, SIGTERM),
@@ -28,7 +27,7 @@ _ALL: dict[str, tuple[Any, ...]] = {
 }
 _COMBINATIONS = [dict(zip(_ALL, values, strict=True)) for values in itertools.product(*_ALL.values())]
 
-_BEGUN: dict[str, Any] = {"broken": False, "refused_with": None}
+_BEGUN: dict[str, Any] = {"refused_with": None}
 _UNSAVED = _BEGUN | {"saved": False}
 #: A signal ends the job as long as no rank has failed before, or where the round was over for another reason.
 _SIGNALLED = [
@@ -46,8 +45,7 @@ _FAILED_FIRST = _UNSAVED | {"stopped_by": SIGTERM, "failing": True, "meeting": F
 
 #: What is known, each a value or several, everything else being of any value; and what comes of it.
 _TABLE: list[tuple[dict[str, Any], LastWord, int | None]] = [
-    ({"broken": True}, LastWord.NOT_STARTED, 1),
-    ({"broken": False, "refused_with": 3}, LastWord.REFUSED, 3),
+    ({"refused_with": 3}, LastWord.REFUSED, 3),
     (_BEGUN | {"saved": True}, LastWord.SAVED, EXIT_SAVED),
     *[(each | {"asked_listeners": True, "completed": True}, LastWord.CAME_LATE, 0) for each in _SIGNALLED],
     *[(each | {"asked_listeners": True, "completed": False}, LastWord.STOPPED, 143) for each in _SIGNALLED],

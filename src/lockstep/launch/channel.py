@@ -65,7 +65,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Broken:
-    """The imports failed, or there is no process for a rank; the zygote ends."""
+    """The imports failed, or there is no process for a rank. The zygote ends, once the rendezvous client has left."""
 
     #: A traceback, or the reason and what to do.
     error: str

@@ -16,9 +16,7 @@ class LastWord(enum.Enum):
 
     #: Nothing needs to be said.
     NOTHING = enum.auto()
-    #: The modules that ranks need could not be imported, or there was no process for a rank.
-    NOT_STARTED = enum.auto()
-    #: The machines could not meet, or could not continue together, or the ranks could not be started again.
+    #: The machines could not meet, or could not continue together, or the ranks could not be started.
     REFUSED = enum.auto()
     #: The ranks were asked to stop, and have saved.
     SAVED = enum.auto()
@@ -71,9 +69,7 @@ class JobEnd:
     done: bool = False
     #: True while the launchers wait for each other.
     meeting: bool = False
-    #: True if the zygote could not import the ranks' modules, or fork a rank.
-    broken: bool = False
-    #: The exit code where the machines could not meet, or continue together, or start again; None: they could.
+    #: The exit code where the machines could not meet, or continue together, or start their ranks; None: they could.
     refused_with: int | None = None
 
 
@@ -93,8 +89,6 @@ def why_over(*, stopped_by: Signals | None, failing: bool, failed: bool, saved: 
 
 def decide(end: JobEnd) -> Closing:
     """Return how a job ends on this machine."""
-    if end.broken:
-        return Closing(LastWord.NOT_STARTED, 1)
     if end.refused_with is not None:
         return Closing(LastWord.REFUSED, end.refused_with)
     if end.saved:

@@ -22,7 +22,7 @@ from lockstep.job import terminal
 from lockstep.job.files import EXIT_SAVED
 from lockstep.job.page import Phase
 from lockstep.launch import closing, console, processes, report
-from lockstep.launch.channel import CLIENT, Answer, Cleared, Fork, Ready, Started
+from lockstep.launch.channel import CLIENT, Answer, Broken, Cleared, Fork, Ready, Started
 from lockstep.launch.closing import JobEnd, LastWord, why_over
 from lockstep.launch.console import say
 from lockstep.launch.folders import JobFolder
@@ -49,6 +49,7 @@ from lockstep.rendezvous.messages import (
     Meet,
     Met,
     Refused,
+    Round,
     Verdict,
 )
 from lockstep.runs.record import Recorder, RunEnd
@@ -194,6 +195,8 @@ class _Run:
         self._stage = _Stage.IMPORTING
         #: The verdict on this attempt, common to all machines; None: it is not over.
         self._verdict: Verdict | None = None
+        #: The verdict on the last start, if the ranks are to start again; None: it is their first start.
+        self._before: Verdict | None = None
         #: True if the signal that ends the job reached ranks that save and leave by themselves.
         self._asked_listeners = False
         #: The monotonic time at which ranks that were asked to save should have come to a step; None: this is done.
@@ -210,7 +213,7 @@ class _Run:
         self._last_round, self._job = -1, ""
         #: Why this machine could not go on with the last round; empty: it could.
         self._lost = ""
-        #: Why the machines will not meet again, or not start again, and the exit code for that; empty: they may.
+        #: Why the machines will not meet again, or not start their ranks, and the exit code for that; empty: they may.
         self._refused, self._refused_with = "", 1
         #: Rendezvous clients that were lost since the machines last met.
         self._lost_clients = 0
@@ -322,6 +325,8 @@ class _Run:
                     self._begin()
             case Cleared():
                 self._restart()
+            case Broken(error):
+                self._stay_down(error if self._before else report.not_started(error), self._launcher.attempt.round)
             case Started(number, pid) if number == CLIENT and self._others is not None:
                 self._others.pid = pid
 
@@ -501,7 +506,9 @@ class _Run:
             meanwhile: they may be about to start again, since the signal came after the verdict.
         """
         signum, why = self._launcher.policy.stopped_by, ""
-        if signum is not None and meanwhile:
+        if self._refused:
+            why = f"on {socket.gethostname()}: {self._refused}"
+        elif signum is not None and meanwhile:
             why = f"stopped by {report.cause(signum)} on {socket.gethostname()}, while the machines met again"
         self._stage = _Stage.LEAVING
         self._patience = time.monotonic() + knobs.times().leaving
@@ -510,7 +517,7 @@ class _Run:
 
     def _end(self, verdict: Verdict | None, outcome: Outcome) -> JobEnd:
         """Gather what decides how this machine's part of the job ends."""
-        launcher, policy = self._launcher, self._launcher.policy
+        policy = self._launcher.policy
         return JobEnd(
             kind=None if verdict is None else verdict.kind,
             failed_with=1 if verdict is None else verdict.exit_code,
@@ -521,7 +528,6 @@ class _Run:
             completed=outcome.completed,
             done=policy.done,
             meeting=self._stage is _Stage.MEETING,
-            broken=launcher.broken is not None,
             refused_with=self._refused_with if self._refused else None,
         )
 
@@ -536,6 +542,7 @@ class _Run:
         if self._launcher.policy.stopped_by is not None:
             self._stage = _Stage.RUNNING
             return  # a signal came meanwhile: the job ends as it stands
+        self._before = verdict
         self._relay.finish_sources()
         self._relay.pump(set(), time.monotonic())
         if verdict.kind is EndKind.LOST:
@@ -550,12 +557,25 @@ class _Run:
             self._logs.restart = self._launcher.renew(round_).number
             self._fork_all()
         except LaunchError as error:
-            self._stay_down(error, verdict)
+            self._stay_down(str(error), attempt.round)
 
-    def _stay_down(self, error: LaunchError, verdict: Verdict) -> None:
-        """End this machine's part of the job, whose ranks can't be started again; ``verdict``: on their last start."""
-        self._refused, self._refused_with = f"not restarted: {error}", verdict.exit_code
-        self._finish()
+    def _stay_down(self, why: str, round_: Round) -> None:
+        """End the job, since the ranks of this machine can't be started.
+
+        Args:
+            why: they can't.
+            round_: that of the machines that have met, which are told of it.
+        """
+        self._refused = why
+        if self._before is not None:
+            self._refused, self._refused_with = f"not restarted: {why}", self._before.exit_code
+        if self._others is None or self._others.pid is None:
+            self._finish()
+            return
+        code = self._refused_with
+        verdict = Verdict(EndKind.FAILED, round_.node_rank, self._refused, again=False, exit_code=code)
+        self._others.end(End(verdict.to_json()))
+        self._leave(self._others, verdict, meanwhile=False)
 
     # The other machines ------------------------------------------------------------------------------------------
 
@@ -638,14 +658,11 @@ class _Run:
         console.met()
         if self._launcher.policy.stopped_by is not None:
             return
-        verdict = self._verdict
         try:
             self._logs.restart = self._launcher.renew(round_).number - 1
             self._fork_all()
         except LaunchError as error:
-            if verdict is None:  # they have not been started before
-                raise
-            self._stay_down(error, verdict)
+            self._stay_down(str(error), round_)
 
     def _on_waiting(self, waiting: int, now: float) -> None:
         """Let machines that wait join, if the ranks can save before, and if it is time."""
@@ -777,8 +794,6 @@ class _Run:
         closed = closing.decide(self._end(verdict, outcome))
         text = once = told = ""
         match closed.word:
-            case LastWord.NOT_STARTED:
-                text = report.not_started(launcher.broken or "")
             case LastWord.REFUSED:
                 text = once = self._refused
             case LastWord.CAME_LATE if policy.stopped_by is not None:

@@ -28,6 +28,7 @@ from lockstep.job.messages import Channel
 from lockstep.job.page import STACK_SIGNAL
 from lockstep.launch import preload, processes, rank
 from lockstep.launch.channel import (
+    CLIENT,
     Broken,
     Clear,
     Cleared,
@@ -85,6 +86,8 @@ class _Zygote:
         self._folder = folder
         self._shielded = shielded
         self._ranks: dict[int, int] = {}  # pid -> rank
+        #: True once there was no process for a rank.
+        self._is_broken = False
         self._requests: deque[tuple[Request, list[int]]] = deque()
         self._deaths = SignalQueue([signal.SIGCHLD])
         # A process that the launcher forked meanwhile may hold its end of the socket open; this can't be held.
@@ -94,7 +97,7 @@ class _Zygote:
             self._selector.register(source, selectors.EVENT_READ)
 
     def serve(self) -> rank.Task | None:
-        """Work until told to finish (None), or until this process is a forked rank (its task)."""
+        """Work until told to finish or no rank can be forked (None), or until this process is a rank (its task)."""
         try:
             self._channel.send(Ready())
             while True:
@@ -112,6 +115,9 @@ class _Zygote:
                     task = self._handle(request, fds)
                     if task is not None:
                         return task
+                if self._is_broken and CLIENT not in self._ranks.values():  # the other machines have been told
+                    processes.sweep(patience=LEFTOVER_PATIENCE)
+                    return None
                 if self._launcher in ready and self._channel not in ready:
                     raise EOFError
         except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -121,7 +127,11 @@ class _Zygote:
     def _handle(self, request: Request, fds: list[int]) -> rank.Task | None:
         match request:
             case Fork():
-                return self._fork(request, fds)
+                task = None if self._is_broken else self._fork(request, fds)
+                if task is None:
+                    for fd in fds:
+                        os.close(fd)
+                return task
             case Clear(spare):
                 dead = processes.sweep(patience=LEFTOVER_PATIENCE, spare=spare)
                 self._ranks = {pid: self._ranks[pid] for pid in set(spare) - dead if pid in self._ranks}
@@ -144,17 +154,23 @@ class _Zygote:
             pid = self._make_process()
         except OSError as error:
             self._channel.send(Broken(f"no process could be forked for {_ROOM:g} s: {processes.no_process(error)}"))
-            os._exit(1)  # what was forked before ends as in Note [No orphans]
+            self._give_up()
+            return None
         if pid == 0:
             processes.die_with_parent(zygote)
             self._leave_to_the_zygote()
             return rank.Task(request.rank, request.env, request.job, fds, self._shielded, request.cpus)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, SAVE))
-        for fd in fds:
-            os.close(fd)
         self._ranks[pid] = request.rank
         self._channel.send(Started(request.rank, pid))
         return None
+
+    def _give_up(self) -> None:
+        """End the ranks, since one of them can't be forked."""
+        self._is_broken = True
+        for pid, number in self._ranks.items():
+            if number != CLIENT:
+                os.kill(pid, signal.SIGKILL)
 
     def _make_process(self) -> int:
         """Fork as :func:`os.fork` does, once there is room: dead ranks may have workers that are about to leave.

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -554,14 +555,14 @@ def fork_while_there_is_room():
 os.fork = fork_while_there_is_room
 """
 #: What the machines have to end within, far less than --join-timeout; and what they say.
-_AT_ONCE, _NO_PROCESS = 60.0, "no process could be forked for 1 s: Resource temporarily unavailable; "
+_AT_ONCE, _NO_PROCESS = 120.0, "no process could be forked for 1 s: Resource temporarily unavailable; "
 
 
 @pytest.mark.parametrize("full", ["files", "processes"])
 def test_a_machine_that_can_not_start_again_ends_the_job_on_all(tmp_path: Path, full: str) -> None:
     (tmp_path / "full.py").write_text(_ROOM.format(room=2))  # for its client, and for its rank once
     path = python_path(jobs.SCRIPT.parents[2], tmp_path)
-    env = {"LOCKSTEP_PRELOAD": "full", "PYTHONPATH": path} if full == "processes" else {}
+    env: dict[str, Any] = {"LOCKSTEP_PRELOAD": "full", "PYTHONPATH": path} if full == "processes" else {}
     with Machines(tmp_path, "2") as machines:
         first = machines.start("--slow", "0.3", "--epochs", "6")
         wait_for(lambda: _has_client(first) and sockets(client(first), "0A"), "its store")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 #: The width in columns where standard output is no terminal.
-_WIDTH = 160
+_WIDTH = 1000
 
 
 class OtherError(CodedEnum):

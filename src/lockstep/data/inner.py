@@ -26,6 +26,9 @@ from lockstep.job.trace import BatchTimes
 from lockstep.job.workers import AtWork
 
 _loaders = count()
+#: Hundredths of a second for the death of a worker whose connection is lost: on a busy machine the kernel is slow to
+#: end a process.
+_DYING = 2000
 
 
 class WorkerStart:
@@ -147,13 +150,14 @@ def naming_dead_workers(slices: Iterable[Fetched]) -> Iterator[Fetched]:
     """Yield ``slices`` as they come.
 
     The death of a worker that hands over a batch first appears as a lost connection. A moment later torch's handler
-    for SIGCHLD raises an error that says which worker it was and what killed it.
+    for SIGCHLD raises an error that says which worker it was and what killed it. An error of such a kind that a worker
+    has met itself, and that torch passes on with the worker's traceback, is not waited for.
     """
     try:
         yield from slices
     except PeerLost:  # another rank
         raise
-    except (ConnectionError, EOFError):
-        for _ in range(200):  # two seconds: on a busy machine the kernel is slow to end a process
+    except (ConnectionError, EOFError) as error:
+        for _ in range(0 if str(error).startswith("Caught ") else _DYING):
             time.sleep(0.01)  # the handler raises in here
         raise

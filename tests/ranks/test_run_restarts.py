@@ -182,7 +182,8 @@ def test_what_a_killed_attempt_left_is_gone_before_the_next_begins(tmp_path: Pat
         "import os, signal, subprocess\n"
         "rank, restart = os.environ['RANK'], os.environ['LOCKSTEP_RESTART']\n"
         "child = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
-        "open(f'child-{rank}-{restart}', 'w').write(str(child.pid))\n"
+        "open(f'new-{rank}-{restart}', 'w').write(str(child.pid))\n"
+        "os.rename(f'new-{rank}-{restart}', f'child-{rank}-{restart}')\n"
         "if restart == '0':\n"
         "    while not all(os.path.exists(f'child-{r}-0') for r in range(2)): pass\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -202,15 +203,19 @@ def test_a_signal_ends_a_job_that_is_restarting_again_and_again(tmp_path: Path) 
         while job.read_line() != "20":
             pass
         os.kill(job.pid, signal.SIGTERM)
-        done = job.finish(limit=10)
+        done = job.finish()
     assert done.code in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
 
 
 def test_a_signal_before_a_restart_says_nothing_of_one(tmp_path: Path) -> None:
-    """It comes while what the ranks have left behind is given its time to leave."""
+    """It comes while what the ranks have left behind is given its time to leave, which stands still meanwhile."""
     (tmp_path / "left.py").write_text(
-        "import signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: open('asked', 'w').close())\n"
+        "import os, signal, time\n"
+        "def asked(*_):\n"
+        "    os.kill(os.getppid(), signal.SIGSTOP)\n"
+        "    open('new', 'w').write(str(os.getppid()))\n"
+        "    os.rename('new', 'asked')\n"
+        "signal.signal(signal.SIGTERM, asked)\n"
         "print(flush=True)\n"
         "while True: time.sleep(1)\n"
     )
@@ -223,7 +228,8 @@ def test_a_signal_before_a_restart_says_nothing_of_one(tmp_path: Path) -> None:
     with start(["lockstep", "run", "-n", "1", "--max-restarts", "1", "train.py"], tmp_path) as job:
         wait_for((tmp_path / "asked").exists, "the end of what is left")
         os.kill(job.pid, signal.SIGTERM)
-        done = job.finish(limit=10)
+        os.kill(int((tmp_path / "asked").read_text()), signal.SIGCONT)
+        done = job.finish()
     assert done.code == 128 + signal.SIGKILL
     assert "failed: killed by signal 9 (SIGKILL)" in done.err
     assert "all ranks start again" not in done.err

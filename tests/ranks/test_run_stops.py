@@ -22,6 +22,9 @@ from tests.faults import jobs
 from tests.harness import collect_outcomes
 from tests.launching import Finished, Running, environment, gone_within, python_path, run, start, wait_for
 
+#: Options of a training that comes to no second step, and times by which its ranks do not save from the side either.
+_STUCK, _NOT_ASIDE = ("--slow", "1000"), "aside=1000"
+
 
 def _strike(whom: str, signum: int, *, taken: int = 5, point: str = "backward", rank: int = 1) -> dict[str, Any]:
     return {"life": 0, "rank": rank, "point": point, "taken": taken, "signal": int(signum), "whom": whom}
@@ -62,12 +65,24 @@ def test_a_signal_to_one_rank_stops_them_all(tmp_path: Path) -> None:
 
 
 def test_sigusr1_saves_and_goes_on(tmp_path: Path, calm: jobs.Calm) -> None:
-    done = jobs.run_job(tmp_path, "--save-every", "1000", plan=[_strike("launcher", signal.SIGUSR1)])
+    slowly = tmp_path / "slowly"
+    slowly.touch()
+    options = ("--save-every", "1000", "--slow", "0.5", "--while", str(slowly))
+    with jobs.start_job(tmp_path, *options, plan=[_strike("launcher", signal.SIGUSR1, taken=1)]) as job:
+        said = _until(job, "lockstep: saved at step ")
+        slowly.unlink()
+        done = job.finish()
     assert done.code == 0, done
-    said = [line for line in done.err.splitlines() if line.startswith("lockstep: saved at step ")]
-    assert len(said) == 1
-    assert 7 <= int(said[0].split()[4]) < 12, "in mid-epoch, before the script's own first save"
+    assert 3 <= int(said.split()[4]) < 12, "in mid-epoch, before the script's own first save"
+    assert "lockstep: saved at step " not in done.err
     assert jobs.final(tmp_path) == calm(jobs.EPOCHS)
+
+
+def _until(job: Running, words: str) -> str:
+    """The next line on a job's standard error that has these words."""
+    while words not in (line := job.read_error()):
+        assert line, f"it never said {words!r}"
+    return line
 
 
 def test_a_request_at_the_very_end_is_seen_to(tmp_path: Path) -> None:
@@ -78,15 +93,15 @@ def test_a_request_at_the_very_end_is_seen_to(tmp_path: Path) -> None:
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
-    with jobs.start_job(tmp_path, "--slow", "30", "--workers", "1") as job:
+    with jobs.start_job(tmp_path, *_STUCK, "--workers", "1", LOCKSTEP_TIMES=_NOT_ASIDE) as job:
         wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 1, "training")
         everyone = job.tree()
         os.killpg(job.pid, signal.SIGINT)
+        _until(job, "Ctrl-C: the ranks finish a step, save and leave")
         time.sleep(0.4)  # two signals within a quarter of a second are taken for one
         os.killpg(job.pid, signal.SIGINT)
-        done = job.finish(limit=10)
+        done = job.finish()
     assert done.code == 128 + signal.SIGINT
-    assert "Ctrl-C: the ranks finish a step, save and leave" in done.err
     assert gone_within(everyone, 1.0) == []
 
 
@@ -95,7 +110,7 @@ def test_a_run_saves_before_its_time_is_over(tmp_path: Path, calm: jobs.Calm) ->
     with jobs.start_job(tmp_path, "--slow", "0.5", plan=[], max_time=18.0, grace=8.0) as job:
         asked = "lockstep: --max-time is over in 8 s: the ranks finish a step, save and leave (within --grace)"
         assert job.read_error() == asked
-        os.kill(job.pid, signal.SIGTERM)
+        job.process.send_signal(signal.SIGTERM)
         stopped = job.finish()
     assert stopped.code == EXIT_SAVED, stopped
     assert re.search(r"lockstep: stopped by (the end of --max-time|SIGTERM); saved at step \d+ in ", stopped.err), (
@@ -107,10 +122,10 @@ def test_a_run_saves_before_its_time_is_over(tmp_path: Path, calm: jobs.Calm) ->
 
 
 def test_who_does_not_finish_the_step_within_the_grace_period_is_killed(tmp_path: Path) -> None:
-    with jobs.start_job(tmp_path, "--slow", "30", grace=0.5) as job:
+    with jobs.start_job(tmp_path, *_STUCK, grace=0.5, LOCKSTEP_TIMES=_NOT_ASIDE) as job:
         wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 1, "training")
         os.kill(job.pid, signal.SIGTERM)
-        done = job.finish(limit=10)
+        done = job.finish()
     assert done.code == 128 + signal.SIGTERM
     assert "did not leave in time (--grace) and were killed" in done.err
 
@@ -139,7 +154,7 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 try:
-    for epoch in saved.epochs(10):
+    for epoch in saved.epochs(10**6):
         for step in range(20):
             saved.between_steps()
             model(torch.ones(2, 4)).sum().backward()
@@ -179,7 +194,7 @@ finally:
 )
 def test_what_has_saved_has_saved_however_it_leaves(tmp_path: Path, who: str, trouble: str, words: str) -> None:
     (tmp_path / "train.py").write_text(_LEAVING.format(who=who, trouble=trouble))
-    command = ["lockstep", "run", "--grace", "2", "--max-restarts", "2", "-n", "2", "train.py"]
+    command = ["lockstep", "run", "--grace", _grace(trouble), "--max-restarts", "2", "-n", "2", "train.py"]
     done = run(command, tmp_path, torch=True)
     assert done.code == EXIT_SAVED, done
     assert re.search(r"stopped by (SIGTERM|a signal to the ranks); saved at step \d+ in ", done.err), done.err
@@ -187,19 +202,23 @@ def test_what_has_saved_has_saved_however_it_leaves(tmp_path: Path, who: str, tr
     assert "restart 1" not in done.err, "all have saved because they were asked to stop"
 
 
+def _grace(trouble: str) -> str:
+    """Seconds of ``--grace``: enough for ranks that are slow, and not for those that linger."""
+    return "10" if "linger" in trouble else "120"
+
+
 @pytest.mark.parametrize("who", ["launcher", "itself"])
 def test_a_second_signal_stops_at_once_who_has_saved_and_does_not_leave(tmp_path: Path, who: str) -> None:
     (tmp_path / "train.py").write_text(_LEAVING.format(who=who, trouble="print('saved', flush=True); linger()"))
-    with start(["lockstep", "run", "--grace", "300", "-n", "2", "train.py"], tmp_path, torch=True) as job:
+    with start(["lockstep", "run", "--grace", "1000", "-n", "2", "train.py"], tmp_path, torch=True) as job:
         assert job.read_line() == "saved"
         if who == "itself":  # the launcher has had none yet
             os.kill(job.pid, signal.SIGINT)
-            while "the ranks have saved, and leave (within --grace); a second one stops them" not in job.read_error():
-                pass
+            _until(job, "the ranks have saved, and leave (within --grace); a second one stops them")
         time.sleep(0.4)  # two signals within a quarter of a second are taken for one
         everyone = job.tree()
         os.kill(job.pid, signal.SIGINT)
-        done = job.finish(limit=30)
+        done = job.finish()
     assert done.code == EXIT_SAVED, done
     assert "a second signal killed ranks 0 and 1 at once" in done.err
     assert gone_within(everyone, 1.0) == []
@@ -252,6 +271,7 @@ def test_a_save_that_fails_on_the_way_out_is_told(tmp_path: Path) -> None:
     trouble = trouble.replace(
         "os.getppid()", "int(open(f'/proc/{os.getppid()}/status').read().split('PPid:')[1].split()[0])"
     )
+    trouble += "\n        if saved.step >= 25: __import__('time').sleep(0.5)"  # so that it comes before the last step
     done = _other_loop(tmp_path, trouble)
     assert done.code == 128 + signal.SIGTERM
     assert "stopped by SIGTERM; ranks 0 and 1 failed on their way out: ZeroDivisionError: division by zero" in done.err
@@ -343,7 +363,7 @@ def test_all_machines_have_saved_whichever_way_the_ranks_of_one_leave(
         options = ["--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
         if meeting == "rdzv":
             options = ["--rdzv", f"127.0.0.1:{port}", "--max-restarts", "2"]
-        command = ["lockstep", "run", "--nnodes", "2", "-n", "1", "--grace", "2", *options, "train.py"]
+        command = ["lockstep", "run", "--nnodes", "2", "-n", "1", "--grace", _grace(trouble), *options, "train.py"]
         return start(command, tmp_path, torch=True)
 
     with machine(1) as second, machine(0) as first:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -580,13 +579,13 @@ _AT_ONCE, _NO_PROCESS = 120.0, "no process could be forked for 1 s: Resource tem
 
 @pytest.mark.parametrize("full", ["files", "processes"])
 def test_a_machine_that_can_not_start_again_ends_the_job_on_all(tmp_path: Path, full: str) -> None:
-    (tmp_path / "full.py").write_text(_ROOM.format(room=2))  # for its client, and for its rank once
+    room = 2 if full == "processes" else 99  # for its client, and for its rank once
+    (tmp_path / "full.py").write_text(_ROOM.format(room=room))
     path = python_path(jobs.SCRIPT.parents[2], tmp_path)
-    env: dict[str, Any] = {"LOCKSTEP_PRELOAD": "full", "PYTHONPATH": path} if full == "processes" else {}
     with Machines(tmp_path, "2") as machines:
         first = machines.start("--slow", "0.3", "--epochs", "6")
         wait_for(lambda: _has_client(first) and sockets(client(first), "0A"), "its store")
-        machines.start("--slow", "0.3", "--epochs", "6", **env)
+        machines.start("--slow", "0.3", "--epochs", "6", LOCKSTEP_PRELOAD="full", PYTHONPATH=path)
         wait_for(lambda: len(jobs.lines(tmp_path, 0)) > 3, "training")
         (home,) = (path.parent for path in machines.temporary[1].glob("lockstep-*/1"))
         if full == "files":

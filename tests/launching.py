@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -124,6 +124,17 @@ class Running:
             out, err = self.process.communicate(timeout=_TELLING / 2)
             raise AssertionError(f"no end within {seconds:.0f} s{where}\n--- out:\n{out}\n--- err:\n{err}") from None
         return Finished(self.process.wait(), out, err)
+
+    def stop_once_it_has_said(self, *texts: str) -> Finished:
+        """Send SIGTERM when all of ``texts`` stand on standard error; what it has written there is complete."""
+        said = ""
+        while not all(text in said for text in texts):
+            line = self.read_error()
+            assert line or self.process.poll() is None, f"it never said all of {texts}:\n{said}"
+            said += f"{line}\n"
+        self.process.send_signal(signal.SIGTERM)
+        done = self.finish()
+        return replace(done, err=said + done.err)
 
     def tree(self) -> list[int]:
         """Every process of the job but the launcher."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.job.files import EXIT_SAVED
-from tests.launching import Finished, own_mount, run, start, wait_for
+from tests.launching import Finished, Running, own_mount, run, start, wait_for
 from tests.schemas import holds
 from tests.selection import each_value
 
@@ -163,14 +162,40 @@ def _train(
     *,
     struck: int = 0,
     ranks: int = 2,
-    grace: str = "120",
     times: str = _TIMES,
     script: str = _TRAIN,
 ) -> Finished:
+    with _start(folder, where, who, struck=struck, ranks=ranks, times=times, script=script) as job:
+        return job.finish()
+
+
+def _start(
+    folder: Path, where: str, who: int, *, struck: int, ranks: int = 2, times: str = _TIMES, script: str = _TRAIN
+) -> Running:
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(script)
-    argv = ["lockstep", "run", "-n", str(ranks), "--grace", grace, "train.py", where, str(who), str(struck)]
-    return run(argv, folder, torch=True, LOCKSTEP_TIMES=times)
+    argv = ["lockstep", "run", "-n", str(ranks), "--grace", "120", "train.py", where, str(who), str(struck)]
+    return start(argv, folder, torch=True, LOCKSTEP_TIMES=times)
+
+
+#: Has who stays do so until the ranks hold to be saved from the side, or until they have been refused that; and
+#: enough time to come to a step then.
+_UNTIL_HELD = ('not Path("go on").exists()', "saved._boundary._side._limit is None")
+_UNTIL_REFUSED = ('not Path("go on").exists()', "not saved._boundary._side._said")
+_WITH_TIME = f"{_TIMES},aside_step=60,aside_answer=90"
+
+
+def _refused_twice(folder: Path, where: str, who: int, *texts: str, times: str = _TIMES, script: str = _TRAIN) -> str:
+    """Train with a signal where nothing may be saved, and stop the run when that was tried twice and ``texts`` were
+    said. Returns standard error."""
+    nap = "        time.sleep(0.02)\n"
+    tells = nap + "        if saved._boundary._side._attempts > 1: Path('tried twice').touch()\n"
+    script = script.replace(nap, tells)
+    with _start(folder, where, who, struck=signal.SIGTERM, times=times, script=script) as job:
+        wait_for((folder / "tried twice").exists, "another attempt")
+        stopped = job.stop_once_it_has_said(*texts)
+    assert stopped.code == 128 + signal.SIGTERM, stopped
+    return stopped.err
 
 
 def _final(folder: Path) -> Any:
@@ -228,22 +253,20 @@ def test_it_is_saved_within_two_seconds(tmp_path: Path, place: str) -> None:
 
 
 def test_what_is_half_done_is_not_saved_and_named(tmp_path: Path) -> None:
-    stopped = _train(tmp_path, "before the step", 1, struck=signal.SIGTERM, grace="3", times="0.5,aside_step=1")
-    assert stopped.code == 128 + signal.SIGTERM, stopped
+    times = f"{_TIMES},aside_step=1"
     words = "from the side yet, and once the ranks have come to a step: rank 1 of 2 is in the middle of step 5\n"
-    assert stopped.err.count(words) == 1, stopped
-    assert not [*(tmp_path / "run").glob("step-00000005*")]
-    shutil.rmtree(tmp_path / "run")
-    stopped = _train(tmp_path, "after the step", struck=signal.SIGTERM, grace="8", times="0.5,aside_step=1")
-    assert stopped.code == 128 + signal.SIGTERM, stopped
+    said = _refused_twice(tmp_path / "before", "before the step", 1, words, times=times)
+    assert said.count(words) == 1, said
+    assert not [*(tmp_path / "before" / "run").glob("step-00000005*")]
     words = "rank 0 of 2 has taken step 5, and its loop is still at what follows the optimizer's step"
-    assert stopped.err.count(words) == 1, stopped
-    assert "SIGTERM came outside of a training step: rank " in stopped.err, stopped
-    assert not [*(tmp_path / "run").glob("*.tmp-*")]
+    told = "SIGTERM came outside of a training step: rank "
+    said = _refused_twice(tmp_path / "after", "after the step", -1, words, told, times=times)
+    assert said.count(words) == 1, said
+    assert not [*(tmp_path / "after" / "run").glob("*.tmp-*")]
 
 
 def test_what_comes_to_its_end_is_saved_there(tmp_path: Path, calm: dict[int, Any]) -> None:
-    script = _TRAIN.replace("seconds=60.0", "seconds=3.0")
+    script = _TRAIN.replace(*_UNTIL_REFUSED)
     stopped = _train(tmp_path, "after the step", 1, struck=signal.SIGTERM, script=script, times="0.5,aside_step=1")
     assert stopped.code == EXIT_SAVED, stopped
     assert _train(tmp_path).code == 0
@@ -254,15 +277,16 @@ def test_what_one_rank_can_not_tell_is_refused_by_all_at_once(tmp_path: Path) ->
     script = _TRAIN.replace("torch.zeros(600_000)", "torch.zeros(17_000_000)")  # more than is copied to begin with
     changes = "if (step(), world.rank) == (4, 1):\n                self.table[0] = 1"
     script = script.replace("self.table[int(self.at)] = 1", changes)
-    stopped = _train(tmp_path, "forward", struck=signal.SIGTERM, script=script, grace="10")
-    assert stopped.code == 128 + signal.SIGTERM, stopped
     words = "model: table has changed for the first time in the middle of a step or outside of steps, so what it held"
-    assert stopped.err.count(words) == 1, stopped
+    said = _refused_twice(tmp_path, "forward", -1, words, script=script)
+    assert said.count(words) == 1, said
 
 
 def test_a_rank_that_is_a_step_behind_takes_it_first(tmp_path: Path, calm: dict[int, Any]) -> None:
-    script = _TRAIN.replace("seconds=60.0", "seconds=2.0")
-    stopped = _train(tmp_path, "before the step", 1, struck=signal.SIGTERM, script=script, grace="20")
+    ahead = "if step() == 5:\n            world.is_main and stay('before the step')\n"  # which sends the signal there
+    script = _TRAIN.replace('stay("before the step")', 'world.is_main or stay("before the step")')
+    script = script.replace("if step() == 5:\n", ahead).replace(*_UNTIL_HELD)
+    stopped = _train(tmp_path, "before the step", 1, struck=signal.SIGTERM, script=script, times=_WITH_TIME)
     assert stopped.code == EXIT_SAVED, stopped
     assert "saved at step 5" in stopped.err, stopped
     assert _train(tmp_path).code == 0
@@ -369,10 +393,12 @@ for epoch in saved.epochs(2):
     if int(sys.argv[3]):
         if world.is_main:
             os.kill(os.getpid(), signal.SIGTERM)
-        for turn in range(3000 if int(sys.argv[2]) else 100):
+        for turn in range(3000):
             time.sleep(0.02)
             if int(sys.argv[2]):
                 saved.between_steps()
+            elif saved._boundary._side._said:
+                break
     model.train()
 """
 
@@ -396,7 +422,7 @@ def test_an_evaluation_that_is_not_known_says_what_it_needs(tmp_path: Path) -> N
 
 #: Has rank 0 in the optimizer's step and rank 1 before it, when they hold.
 _ONE_IS_STEPPING = (
-    _TRAIN.replace("seconds=60.0", "seconds=2.0")
+    _TRAIN.replace(*_UNTIL_HELD)
     .replace('stay("before the step")', 'world.rank == 1 and stay("a step")')
     .replace(
         "def evaluate",
@@ -407,7 +433,7 @@ _ONE_IS_STEPPING = (
 
 
 def test_a_rank_that_was_stepping_is_not_saved_with_one_that_was_not(tmp_path: Path, calm: dict[int, Any]) -> None:
-    stopped = _train(tmp_path, "a step", struck=signal.SIGTERM, script=_ONE_IS_STEPPING, grace="20")
+    stopped = _train(tmp_path, "a step", struck=signal.SIGTERM, script=_ONE_IS_STEPPING, times=_WITH_TIME)
     assert stopped.code == EXIT_SAVED, stopped
     assert "rank 1 of 2 has taken step 4, while rank 0 was in the middle of step 5" in stopped.err, stopped
     assert _train(tmp_path).code == 0
@@ -433,7 +459,7 @@ saved = None""",
 @pytest.mark.parametrize("kind", ["save", "async_save"])
 def test_a_loop_that_begins_to_save_meanwhile_waits(tmp_path: Path, calm: dict[int, Any], kind: str) -> None:
     script = _BOTH_SAVE.replace("saved.{}", f"saved.{kind}")
-    finished = _train(tmp_path, "before a save", struck=signal.SIGUSR1, script=script, grace="20")
+    finished = _train(tmp_path, "before a save", struck=signal.SIGUSR1, script=script)
     assert finished.code == 0, finished
     assert "from the side: the loop had not come to its next step" in finished.err, finished
     assert _final(tmp_path) == calm[2]
@@ -464,7 +490,7 @@ saved = None""",
 
 
 def test_ranks_that_are_asked_for_different_things_at_once_all_leave(tmp_path: Path, calm: dict[int, Any]) -> None:
-    stopped = _train(tmp_path, "evaluation", struck=signal.SIGTERM, script=_TWO_WISHES, grace="20")
+    stopped = _train(tmp_path, "evaluation", struck=signal.SIGTERM, script=_TWO_WISHES)
     assert stopped.code == EXIT_SAVED, stopped
     assert _train(tmp_path).code == 0
     assert _final(tmp_path) == calm[2]

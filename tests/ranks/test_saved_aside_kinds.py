@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lockstep.job.files import EXIT_SAVED
-from tests.launching import Finished, run
+from tests.launching import Finished, Running, start
 
-#: What the scripts below begin with: ``stay`` sends the signal in one place, once, and stays there.
+#: What the scripts below begin with: ``stay`` sends the signal in one place, once, and stays there until it is over.
 _BEGIN = """
 import hashlib, json, os, random, sys, time
 from pathlib import Path
@@ -25,7 +25,10 @@ world = lockstep.init()
 armed = struck and not any(Path("run").glob("step-*"))
 saved = None
 
-def stay(place, at=None, seconds=60.0):
+def asked():
+    return saved._boundary._requests.stop is not None
+
+def stay(place, at=None, over=lambda: False):
     global armed
     if not armed or place != where or (at is not None and saved.step != at):
         return
@@ -33,8 +36,8 @@ def stay(place, at=None, seconds=60.0):
     if world.is_main:
         status = Path(f"/proc/{os.getppid()}/status").read_text()
         os.kill(next(int(line.split()[1]) for line in status.splitlines() if line.startswith("PPid:")), struck)
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+    until = time.monotonic() + 60.0
+    while time.monotonic() < until and not over():
         time.sleep(0.02)
 
 class Data(Dataset):
@@ -73,13 +76,17 @@ def _train(
     *,
     struck: int = 0,
     ranks: int = 1,
-    grace: str = "60",
     times: str = "0.5",
 ) -> Finished:
+    with _start(folder, script, place, struck=struck, ranks=ranks, times=times) as job:
+        return job.finish()
+
+
+def _start(folder: Path, script: str, place: str, *, struck: int, ranks: int, times: str) -> Running:
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(_BEGIN + script)
-    argv = ["lockstep", "run", "-n", str(ranks), "--grace", grace, "train.py", place, str(struck)]
-    return run(argv, folder, torch=True, LOCKSTEP_TIMES=times)
+    argv = ["lockstep", "run", "-n", str(ranks), "--grace", "60", "train.py", place, str(struck)]
+    return start(argv, folder, torch=True, LOCKSTEP_TIMES=times)
 
 
 def _final(folder: Path) -> Any:
@@ -106,10 +113,11 @@ def _resumes_with_the_bits(
 
 
 def _is_refused(folder: Path, script: str, place: str, words: str, *, ranks: int = 1) -> None:
-    """Train with a signal at ``place``, where nothing may be saved, and compare the words."""
-    stopped = _train(folder, script, place, struck=signal.SIGTERM, ranks=ranks, grace="3", times="0.5,aside_step=0.5")
+    """Train with a signal at ``place``, where nothing may be saved, wait for the words, and stop the run by another."""
+    times = "0.5,aside_step=0.5"
+    with _start(folder, script, place, struck=signal.SIGTERM, ranks=ranks, times=times) as job:
+        stopped = job.stop_once_it_has_said(words)
     assert stopped.code == 128 + signal.SIGTERM, stopped
-    assert words in stopped.err, stopped
     assert not [*(folder / "run").glob("step-*/manifest.json")]
 
 
@@ -324,7 +332,7 @@ for epoch in made(model, optimizer=optimizer).epochs(3):
     with torch.no_grad():
         net(torch.arange(16.0).view(4, 4))
     if epoch == 1:
-        stay("rank 1", seconds=4.0 if world.rank == 1 else 0.0)
+        stay("rank 1", over=lambda: world.rank == 0 or "has gone on since" in saved._boundary._side._said)
 finish(net)
 """
 
@@ -345,7 +353,7 @@ def batches():
     for number, batch in enumerate(loader):
         if epoch == 1 and number == 1:
             stay("a second pass")
-            stay("shortly", seconds=0.1)
+            stay("shortly", over=asked)
         yield batch
 for epoch in made(model, optimizer=optimizer, extra={"average": average}).epochs(3):
     for batch in loader:
@@ -369,7 +377,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for epoch in made(model, optimizer=optimizer).epochs(3):
     for batch in loader:
         if loader.batches_left % 2:
-            stay("shortly", 4, seconds=0.1)
+            stay("shortly", 4, over=asked)
         model(batch).square().mean().backward()
         if loader.batches_left % 2 == 0:
             optimizer.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.launch.ports import free_port
 from tests.launching import LIMIT, environment, python_path
 
 pytestmark = [pytest.mark.gpu(4, apart=True), pytest.mark.timeout(300)]
@@ -42,8 +42,7 @@ class Told:
 def _tasks(tmp_path: Path, visible: Sequence[str]) -> list[Told]:
     """Start a task for each entry, with these GPUs to see, as ``srun`` does; return how they have ended."""
     (tmp_path / "train.py").write_text(_SCRIPT)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     size = str(len(visible))
     tasks = [
         subprocess.Popen(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.launch.ports import free_port
 from tests.launching import run, start
 
 _LOCAL_RANK = """
@@ -89,9 +90,7 @@ print(dist.get_rank(), total.item())
 @pytest.mark.parametrize("api", ["torch", "lockstep"])
 def test_two_invocations_make_one_world(tmp_path: Path, api: str) -> None:
     (tmp_path / "train.py").write_text(_WORLD)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = ["lockstep.launch", "--nproc_per_node=2", "--nnodes=2", f"--master_port={port}", "--use_env"]
     other_node = [*command, "--node_rank=1"]
     if api == "lockstep":  # what the other command starts is a part of the same world

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.launch.ports import free_port
 from tests import warm
 
 #: The script's own part of the work: ``use`` what was opened, and close it.
@@ -159,13 +159,6 @@ def start(folder: Path, source: str, *launcher: str, program: str | Path = sys.e
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted(line.partition("rank")[2] for line in done.stdout.splitlines() if "rank" in line)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def over(*ways: str, world_size: int = 2) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 import warnings
 import zlib
@@ -18,6 +17,7 @@ from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[a
 
 import lockstep
 from lockstep import knobs
+from lockstep.launch.ports import free_port
 from tests.harness import run_ranks
 from tests.ranks.collectives import all_gather_single, reduce_scatter_single
 
@@ -378,11 +378,7 @@ def _meet(folder: str, port: int, another_port: int) -> None:
 
 
 def test_every_way_to_meet(tmp_path: Path) -> None:
-    with socket.socket() as one, socket.socket() as other:
-        for probe in (one, other):
-            probe.bind(("127.0.0.1", 0))
-        ports = [probe.getsockname()[1] for probe in (one, other)]
-    run_ranks(_meet, 2, str(tmp_path), *ports)
+    run_ranks(_meet, 2, str(tmp_path), free_port(), free_port())
 
 
 def _apart() -> str:

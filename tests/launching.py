@@ -37,6 +37,9 @@ if ctypes.CDLL(None, use_errno=True).unshare(0x00020000):
 subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 """
 
+#: The same: ranks that are asked to stop since another one has failed are not killed, however late they run.
+PATIENT = "from lockstep.launch import policy\npolicy.FAILURE_GRACE = 60.0\n"
+
 
 @dataclass(frozen=True)
 class Finished:

@@ -41,9 +41,10 @@ def late_messages(pattern: str, seconds: float, *, seed: int | None = None) -> N
 
 
 def another_clock(ahead: float) -> None:
-    """Have Python's clock of the day be ``ahead`` of the machine's, or behind."""
-    plain = time.time
-    time.time = lambda: plain() + ahead
+    """Have Python's clock of the day stand still at ``ahead`` of this day's beginning, or behind: how far two of these
+    are apart does not depend on when each is looked at."""
+    shows = time.time() // 86_400 * 86_400 + ahead
+    time.time = lambda: shows
 
 
 def unknown_until(path: str, name: str, address: str) -> None:

@@ -99,8 +99,9 @@ def test_machines_without_the_jobs_key_are_refused_however_late_messages_are(
 @pytest.mark.parametrize("ahead", [-30.0, -5.0, 3.0, 30.0])
 def test_clocks_may_differ(tmp_path: Path, script: Path, ahead: float) -> None:
     with Machines(tmp_path, "2") as machines:
-        machines.start(script=script)
-        machines.start(script=script, before=f"from tests.ranks.planted import another_clock\nanother_clock({ahead})\n")
+        for clock in (0.0, ahead):
+            before = f"from tests.ranks.planted import another_clock\nanother_clock({clock})\n"
+            machines.start(script=script, before=before)
         done = _ends(machines)
     assert [each.code for each in done] == [0, 0], done
     assert _started(tmp_path) == _TWO

@@ -350,7 +350,11 @@ import torch
 import torch.distributed as dist
 import pytest
 
-@pytest.mark.ranks(2, limit=4)
+@pytest.mark.ranks(2)
+def test_first(world):
+    dist.barrier()
+
+@pytest.mark.ranks(2, limit=10)
 def test_waits_for_ever(world):
     if world.rank == 1:
         threading.Event().wait()
@@ -370,19 +374,19 @@ def test_next(world):
 
 def test_ranks_that_hang_are_named_with_their_stacks(run: Run) -> None:
     result = run(_STUCK)
-    result.assert_outcomes(failed=2, passed=1)
+    result.assert_outcomes(failed=2, passed=2)
     result.stdout.fnmatch_lines(
         [
-            "--- the ranks had not ended after 4 s, the test's limit",
+            "--- the ranks had not ended after 10 s, the test's limit",
             "--- rank 0 of 2 was ended",
-            "  it waits in barrier #* at */test_it.py:10 in test_waits_for_ever*",
+            "  it waits in barrier #* at */test_it.py:14 in test_waits_for_ever*",
             "--- rank 1 of 2 was ended",
             "    */threading.py:* in wait",
-            "    */test_it.py:9 in test_waits_for_ever",
+            "    */test_it.py:13 in test_waits_for_ever",
             "--- the ranks could make no more progress, and were ended",
             "all ranks have waited for * s, in different collectives: one of them has left one out",
             "--- rank 1 of 2 was ended",
-            "    */test_it.py:15 in test_different_collectives",
+            "    */test_it.py:19 in test_different_collectives",
         ]
     )
     text = result.stdout.str()

@@ -20,7 +20,7 @@ from lockstep.launch.ports import free_port
 from lockstep.runs.series import Series
 from tests.faults import jobs
 from tests.faults.machines import SOON, Machines, client, kill_all, sockets, stop_all, zygote
-from tests.launching import LIMIT, Finished, Running, python_path, wait_for
+from tests.launching import LIMIT, PATIENT, Finished, Running, python_path, wait_for
 from tests.schemas import holds
 
 pytestmark = pytest.mark.timeout(150)
@@ -253,15 +253,13 @@ open(f"{sys.argv[1]}/began", "w").close()
 while True:
     time.sleep(0.01)
 """
-#: For ``before``: such a rank is not killed, however late it runs.
-_WITH_TIME = "from lockstep.launch import policy\npolicy.FAILURE_GRACE = 60.0\n"
 
 
 def test_a_signal_to_a_machine_that_is_about_to_start_again(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_STUBBORN.replace("{then}", "os.kill(launcher, signal.SIGTERM)"))
     with Machines(tmp_path, "1", options=("--grace", "15")) as machines:
-        machine = machines.start(script=script, before=_WITH_TIME)
+        machine = machines.start(script=script, before=PATIENT)
         wait_for((tmp_path / "began").exists, "training")
         os.kill(client(machine), signal.SIGKILL)
         done = machine.finish()
@@ -273,7 +271,7 @@ def test_the_end_of_the_process_that_forks_is_no_success_where_the_others_are_lo
     script = tmp_path / "train.py"
     script.write_text(_STUBBORN.replace("{then}", "os.kill(zygote, signal.SIGKILL)"))
     with Machines(tmp_path, "1") as machines:
-        machine = machines.start(script=script, before=_WITH_TIME)
+        machine = machines.start(script=script, before=PATIENT)
         wait_for((tmp_path / "began").exists, "training")
         os.kill(client(machine), signal.SIGKILL)
         done = machine.finish()
@@ -675,8 +673,8 @@ def _ranks_log(folder: Path, number: int, rank: int) -> list[Path]:
 def test_a_machine_whose_clock_is_wrong_takes_part_and_is_told(tmp_path: Path, calm: jobs.Calm, offset: int) -> None:
     """Its clock is that of all Python there. (Under libfaketime a sleep may fail where others use the processors.)"""
     with Machines(tmp_path, "2") as machines:
-        machines.start()
-        machines.start(before=f"import time\nright = time.time\ntime.time = lambda: right() + {offset}\n")
+        for clock in (0, offset):
+            machines.start(before=f"from tests.ranks.planted import another_clock\nanother_clock({clock})\n")
         codes, done = _codes(machines)
     assert codes == [0, 0], done
     assert jobs.final(tmp_path) == calm(jobs.EPOCHS)

@@ -38,7 +38,7 @@ subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 """
 
 #: The same: ranks that are asked to stop since another one has failed are not killed, however late they run.
-PATIENT = "from lockstep.launch import policy\npolicy.FAILURE_GRACE = 60.0\n"
+UNHURRIED = "from lockstep.launch import policy\npolicy.FAILURE_GRACE = 60.0\n"
 
 
 @dataclass(frozen=True)

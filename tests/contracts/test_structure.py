@@ -1,9 +1,9 @@
-"""What import-linter does not hold: no circle of files, and one class for one name."""
+"""What linters do not hold: no circle of files, one class for one name, and one value for one constant."""
 
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import lockstep
 grimp = pytest.importorskip("grimp", reason="not in the environments of other versions of torch")
 
 _PACKAGE = Path(lockstep.__file__).parent
+_ROOT = Path(__file__).parents[2]
 
 
 def _circles() -> set[frozenset[str]]:
@@ -62,3 +63,23 @@ def test_no_files_import_each_other() -> None:
 
 def test_classes_of_different_rooms_have_different_names() -> None:
     assert _rooms_of_names() == {}
+
+
+def _given_twice(source: str) -> list[str]:
+    """Return the constants of a file, names in capitals at its top, that are given a value more than once."""
+    given: Counter[str] = Counter()
+    for node in ast.parse(source).body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        given.update(target.id for target in targets if isinstance(target, ast.Name) and target.id.isupper())
+    return [name for name, times in given.items() if times > 1]
+
+
+def test_a_constant_is_given_one_value() -> None:
+    """Two changes that each add a constant of one name merge without a conflict, and the second value wins."""
+    assert _given_twice("PATIENT = 1\nother: int = 2\nother = 3\nPATIENT: int = 2\n") == ["PATIENT"]
+    files = [file for folder in ("src", "tests", "benchmarks", "examples") for file in (_ROOT / folder).rglob("*.py")]
+    assert len(files) > 500
+    twice = {str(file): _given_twice(file.read_text()) for file in files}
+    assert {file: names for file, names in twice.items() if names} == {}

@@ -20,7 +20,7 @@ from lockstep.launch.ports import free_port
 from lockstep.runs.series import Series
 from tests.faults import jobs
 from tests.faults.machines import SOON, Machines, client, kill_all, sockets, stop_all, zygote
-from tests.launching import LIMIT, PATIENT, Finished, Running, python_path, wait_for
+from tests.launching import LIMIT, UNHURRIED, Finished, Running, python_path, wait_for
 from tests.schemas import holds
 
 pytestmark = pytest.mark.timeout(150)
@@ -259,7 +259,7 @@ def test_a_signal_to_a_machine_that_is_about_to_start_again(tmp_path: Path) -> N
     script = tmp_path / "train.py"
     script.write_text(_STUBBORN.replace("{then}", "os.kill(launcher, signal.SIGTERM)"))
     with Machines(tmp_path, "1", options=("--grace", "15")) as machines:
-        machine = machines.start(script=script, before=PATIENT)
+        machine = machines.start(script=script, before=UNHURRIED)
         wait_for((tmp_path / "began").exists, "training")
         os.kill(client(machine), signal.SIGKILL)
         done = machine.finish()
@@ -271,7 +271,7 @@ def test_the_end_of_the_process_that_forks_is_no_success_where_the_others_are_lo
     script = tmp_path / "train.py"
     script.write_text(_STUBBORN.replace("{then}", "os.kill(zygote, signal.SIGKILL)"))
     with Machines(tmp_path, "1") as machines:
-        machine = machines.start(script=script, before=PATIENT)
+        machine = machines.start(script=script, before=UNHURRIED)
         wait_for((tmp_path / "began").exists, "training")
         os.kill(client(machine), signal.SIGKILL)
         done = machine.finish()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import PATIENT, gone_within, run, start, wait_for
+from tests.launching import UNHURRIED, gone_within, run, start, wait_for
 
 _PEER_FAILS = """
 import sys, torch, lockstep
@@ -77,7 +77,7 @@ raise ValueError("the second")
 
 def test_a_traceback_is_printed_though_another_rank_fails_meanwhile(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_PRINTS_SLOWLY)
-    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, before=PATIENT)
+    done = run(["lockstep", "run", "-n", "2", "train.py"], tmp_path, before=UNHURRIED)
     assert done.code == 1, done
     assert "ValueError: the first\n" in done.err[: done.err.index("lockstep: rank 0 of 2 failed")], done.err
 

@@ -49,15 +49,12 @@ class JobFolder:
         self.path = tempfile.mkdtemp(prefix=_PREFIX)
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, self.path, ignore_errors=True)
-            try:
-                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except FileNotFoundError:
+            lock = hold(self.path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock is None:
                 return False
-            undo.callback(os.close, self._lock)
-            is_held = _locks(self._lock) and os.path.exists(self.path)
-            if is_held:
-                undo.pop_all()
-            return is_held
+            undo.pop_all()
+        self._lock = lock
+        return True
 
     def remove(self) -> None:
         """Remove the folder with all that is in it. Does nothing the second time."""
@@ -75,21 +72,34 @@ def _remove_abandoned(home: Path) -> None:
         with contextlib.suppress(OSError):  # another job may be removing it as well
             if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
                 continue
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            lock = hold(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock is None:
+                continue
             try:
-                if _locks(fd):
-                    folders = [Path(path), *Path(path).glob("[0-9]*")]  # one for each start of its ranks
-                    noted = {pid for each in folders for pid in workers.processes(each)}
-                    remove_shared_memory(noted)
-                    shutil.rmtree(path, ignore_errors=True)
+                folders = [Path(path), *Path(path).glob("[0-9]*")]  # one for each start of its ranks
+                noted = {pid for each in folders for pid in workers.processes(each)}
+                remove_shared_memory(noted)
+                shutil.rmtree(path, ignore_errors=True)
             finally:
-                os.close(fd)
+                os.close(lock)
 
 
-def _locks(fd: int) -> bool:
-    """Take the folder's lock through ``fd``, and return whether that was possible: no other process holds it."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def hold(folder: str | Path, how: int) -> int | None:
+    """Lock a folder that other jobs may remove, and return the descriptor with which the lock goes; None: another
+    process holds it, or has removed it in between.
+
+    Args:
+        folder: not a symbolic link.
+        how: ``fcntl``'s ``LOCK_SH`` for many holders or ``LOCK_EX`` for one; with ``LOCK_NB`` nothing is waited for.
+
+    Raises:
+        OSError: it can't be opened or locked.
+    """
+    with contextlib.suppress(FileNotFoundError, BlockingIOError), contextlib.ExitStack() as undo:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        undo.callback(os.close, lock)
+        fcntl.flock(lock, how)
+        os.stat(folder)  # it is there
+        undo.pop_all()
+        return lock
+    return None

@@ -26,6 +26,7 @@ from lockstep.errors import LaunchError
 from lockstep.job import terminal
 from lockstep.job.notes import unwritten
 from lockstep.launch.console import say
+from lockstep.launch.folders import hold
 from lockstep.launch.spec import JobSpec, Output
 from lockstep.runs.homes import default_home, make_spare_home
 
@@ -474,13 +475,8 @@ class LogFolder:
         path = home / name
         while True:
             path.mkdir(mode=0o700)
-            with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as undo:
-                lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                undo.callback(os.close, lock)
-                fcntl.flock(lock, fcntl.LOCK_SH)
-                path.stat()  # it is there
-                undo.pop_all()
-                self._lock = lock
+            self._lock = hold(path, fcntl.LOCK_SH)
+            if self._lock is not None:
                 return path
 
 
@@ -495,9 +491,10 @@ def _prune(home: Path) -> None:
     jobs = sorted((folder.name for folder in home.iterdir() if _OURS.fullmatch(folder.name)), reverse=True)
     for name in jobs[KEPT:]:
         with contextlib.suppress(OSError):  # it is in use, or another job is removing it as well
-            fd = os.open(home / name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            lock = hold(home / name, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock is None:
+                continue
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(home / name)
             finally:
-                os.close(fd)
+                os.close(lock)

@@ -11,6 +11,7 @@ from lockstep import knobs
 from lockstep.errors import EnvironmentMismatch, LaunchError, RankFailed
 from lockstep.job.files import EXIT_SAVED
 from lockstep.launch import report
+from lockstep.launch.channel import Broken
 from lockstep.launch.console import say
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
@@ -73,10 +74,10 @@ class CalledRanks:
         """
         launcher = self.launcher
         ready = launcher.wait(*moments)
-        launcher.hear(ready)
+        for answer in launcher.hear(ready):
+            if isinstance(answer, Broken) and self.error is None:
+                self.error = LaunchError(report.not_started(answer.error))
         launcher.act(time.monotonic())
-        if launcher.broken is not None and self.error is None:
-            self.error = LaunchError(report.not_started(launcher.broken))
         if not launcher.lives:
             if self.error is None:
                 self.error = LaunchError(report.lost(launcher.zygote.pid, launcher.zygote.wait(limit=1.0)))

@@ -26,7 +26,7 @@ from lockstep.job.page import Cell, Look, Pages
 from lockstep.job.summary import RunSummary, Summary
 from lockstep.launch import watchdog
 from lockstep.launch.binding import Binding, bind_ranks
-from lockstep.launch.channel import Answer, Broken, Exited, Fork, Started, ZygoteHandle
+from lockstep.launch.channel import Answer, Exited, Fork, Started, ZygoteHandle
 from lockstep.launch.console import say
 from lockstep.launch.evidence import MachineFacts, memory_group, read_crash
 from lockstep.launch.hangs import HangWatch, ReportedHang
@@ -283,8 +283,6 @@ class Launcher:
         self._terminal = find_terminal() if lends else None
         self.attempt = self._attempt(round_, number=0)
         self._tracer: Tracer | None = None
-        #: Why the zygote can't fork the ranks, such as the traceback of its imports; None: it can.
-        self.broken: str | None = None
         self.selector = selectors.PollSelector()  # epoll refuses regular files, which standard output may be
         self._next_look = 0.0
         self._on_hang = HangResponse(spec.on_hang)
@@ -360,8 +358,6 @@ class Launcher:
                     self.attempt.lender.ended(rank, self.policy.states[rank].pid)
                     agreed = self.attempt.stop_note() is not None
                     self.apply(self.policy.exited(rank, code, at, peak=peak, agreed=agreed))
-                case Broken(error):
-                    self.broken = error
         return answers
 
     def act(self, now: float) -> None:
@@ -371,8 +367,7 @@ class Launcher:
         if now >= self._next_look:
             self._next_look = now + knobs.times().heartbeat
             self._look(now)
-        if self.policy.is_due(now):
-            self.apply(self.policy.tick(now, telling=filter(self._is_telling, self.policy.alive)))
+        self.apply(self.policy.tick(now, telling=filter(self._is_telling, self.policy.alive)))
         for text in self._notifier.look(now):
             say(text)
 

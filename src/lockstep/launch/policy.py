@@ -101,10 +101,10 @@ class Policy:
     deadline: float | None = None
     #: True if a user has ended the job from a debugger.
     has_quit: bool = False
-    #: The time until which ranks that have failed themselves may print their tracebacks.
-    _told_by: float = float("inf")
     #: True when ranks did not even die of SIGKILL.
     gave_up: bool = False
+    #: The time until which ranks that have failed themselves may print their tracebacks.
+    _told_by: float = float("inf")
     _killed: bool = False
     #: Why ranks are killed that are still there at the deadline.
     _late_for: KilledFor = KilledFor.GRACE
@@ -210,10 +210,6 @@ class Policy:
         if not self.stopping:
             self._give(self.grace, now)
 
-    def is_due(self, now: float) -> bool:
-        """Return whether a deadline has passed for ranks that are still there."""
-        return self.deadline is not None and now >= self.deadline and bool(self.alive)
-
     def tick(self, now: float, *, telling: Iterable[int] = ()) -> list[Order]:
         """Kill the ranks that are still there when the deadline has passed.
 
@@ -222,7 +218,7 @@ class Policy:
             telling: ranks that have failed themselves, and are printing their tracebacks. Another rank's failure does
                 not end them for some seconds.
         """
-        if not self.is_due(now):
+        if self.deadline is None or now < self.deadline or not self.alive:
             return []
         if self._killed:
             self.gave_up = True

@@ -267,9 +267,7 @@ def add_lines(path: Path, lines: Sequence[dict[str, Any]]) -> int | None:
         new = [line for key, line in wanted.items() if key not in kept.evaluations]
         content = b"".join(json.dumps(line, allow_nan=False).encode() + b"\n" for line in new)
         os.ftruncate(fd, kept.size)
-        written = 0
-        while written < len(content):
-            written += os.pwrite(fd, content[written:], kept.size + written)
+        _files.append_whole(fd, content, end=kept.size)
         os.fsync(fd)
         return len(new)
     finally:

@@ -86,17 +86,16 @@ def serve() -> NoReturn:
     buffer, heard = b"", time.monotonic()
     while True:
         now = time.monotonic()  # before the look: signs of life may come while this process stands still
-        if not select.select([0], [], [], 1.0)[0]:
-            if now - heard < SILENT:
-                continue
+        if select.select([0], [], [], 1.0)[0]:
+            data = os.read(0, 65536)
+            if not data:
+                break
+            heard = time.monotonic()
+            *lines, buffer = (buffer + data).split(b"\n")
+            for line in filter(None, lines):  # an empty one is a sign of life
+                orders.put(json.loads(line))
+        elif now - heard >= SILENT:
             break
-        data = os.read(0, 65536)
-        if not data:
-            break
-        heard = time.monotonic()
-        *lines, buffer = (buffer + data).split(b"\n")
-        for line in filter(None, lines):  # an empty one is a sign of life
-            orders.put(json.loads(line))
     host.close()
     os._exit(0)  # the thread may be in the middle of something
 

@@ -40,6 +40,18 @@ subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 #: The same: ranks that are asked to stop since another one has failed are not killed, however late they run.
 UNHURRIED = "from lockstep.launch import policy\npolicy.FAILURE_GRACE = 60.0\n"
 
+#: A module that leaves the process that forks room for some processes.
+ROOM = """
+import errno, os
+fork, left = os.fork, [{room}]
+def fork_while_there_is_room():
+    if not left[0]:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    left[0] -= 1
+    return fork()
+os.fork = fork_while_there_is_room
+"""
+
 
 @dataclass(frozen=True)
 class Finished:

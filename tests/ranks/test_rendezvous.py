@@ -20,7 +20,7 @@ from lockstep.launch.ports import free_port
 from lockstep.runs.series import Series
 from tests.faults import jobs
 from tests.faults.machines import SOON, Machines, client, kill_all, sockets, stop_all, zygote
-from tests.launching import LIMIT, UNHURRIED, Finished, Running, python_path, wait_for
+from tests.launching import LIMIT, ROOM, UNHURRIED, Finished, Running, python_path, wait_for
 from tests.schemas import holds
 
 pytestmark = pytest.mark.timeout(150)
@@ -243,9 +243,10 @@ zygote = os.getppid()
 launcher = int(open(f"/proc/{zygote}/stat").read().rpartition(")")[2].split()[1])
 
 def asked(*_):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    {then}
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    {then}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # one that has come meanwhile is not lost
 
 lockstep.init()
 signal.signal(signal.SIGTERM, asked)
@@ -560,17 +561,6 @@ def test_the_end_of_the_process_that_forks_is_told_while_machines_meet_again(tmp
     assert done.err.count("rank 0 of 1 failed") + said.count("rank 0 of 1 failed") == 1
 
 
-#: A module that leaves the process that forks room for some processes.
-_ROOM = """
-import errno, os
-fork, left = os.fork, [{room}]
-def fork_while_there_is_room():
-    if not left[0]:
-        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-    left[0] -= 1
-    return fork()
-os.fork = fork_while_there_is_room
-"""
 #: What the machines have to end within, far less than --join-timeout; and what they say.
 _AT_ONCE, _NO_PROCESS = 120.0, "no process could be forked for 1 s: Resource temporarily unavailable; "
 
@@ -578,7 +568,7 @@ _AT_ONCE, _NO_PROCESS = 120.0, "no process could be forked for 1 s: Resource tem
 @pytest.mark.parametrize("full", ["files", "processes"])
 def test_a_machine_that_can_not_start_again_ends_the_job_on_all(tmp_path: Path, full: str) -> None:
     room = 2 if full == "processes" else 99  # for its client, and for its rank once
-    (tmp_path / "full.py").write_text(_ROOM.format(room=room))
+    (tmp_path / "full.py").write_text(ROOM.format(room=room))
     path = python_path(jobs.SCRIPT.parents[2], tmp_path)
     with Machines(tmp_path, "2") as machines:
         first = machines.start("--slow", "0.3", "--epochs", "6")
@@ -598,7 +588,7 @@ def test_a_machine_that_can_not_start_again_ends_the_job_on_all(tmp_path: Path, 
 
 
 def test_a_machine_that_can_not_start_ends_the_job_on_all(tmp_path: Path) -> None:
-    (tmp_path / "full.py").write_text(_ROOM.format(room=2))  # for its client, and for one rank
+    (tmp_path / "full.py").write_text(ROOM.format(room=2))  # for its client, and for one rank
     with Machines(tmp_path, "2") as machines:
         first = machines.start()
         wait_for(lambda: _has_client(first) and sockets(client(first), "0A"), "its store")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import Finished, gone_within, own_mount, python_path, run, start, wait_for
+from tests.launching import ROOM, Finished, gone_within, own_mount, python_path, run, start, wait_for
 
 _TRAIN = """
 import os, signal
@@ -107,22 +107,9 @@ def test_a_restart_whose_logs_can_not_be_written_is_told_after_the_failure(tmp_p
     assert "lockstep: not restarted: the ranks' logs can't be written to logs: File exists; name another" in done.err
 
 
-#: A module that leaves the process that forks room for some processes.
-_ROOM = """
-import errno, os
-fork, left = os.fork, [{room}]
-def fork_while_there_is_room():
-    if not left[0]:
-        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-    left[0] -= 1
-    return fork()
-os.fork = fork_while_there_is_room
-"""
-
-
 @pytest.mark.parametrize("room", [2, 3])
 def test_a_restart_without_room_for_a_process_is_told_after_the_failure(room: int, tmp_path: Path) -> None:
-    (tmp_path / "full.py").write_text(_ROOM.format(room=room))
+    (tmp_path / "full.py").write_text(ROOM.format(room=room))
     (tmp_path / "train.py").write_text(_TRAIN.format(trouble=_KILLED.strip(), workers=0))
     argv = ["lockstep", "run", "-n", "2", "--max-restarts", "1", "train.py"]
     done = run(argv, tmp_path, torch=True, LOCKSTEP_PRELOAD="full", PYTHONPATH=python_path(tmp_path))

@@ -114,13 +114,19 @@ def test_a_file_that_is_written_under_a_name_that_the_run_gave_it_is_put_back(tm
     assert (path.read_text(), name.exists()) == ("mine", False)
 
 
-def test_a_file_that_was_moved_and_written_keeps_its_other_names(tmp_path: Path) -> None:
-    path, other, moved = (tmp_path / name for name in ("last.pt", "other.pt", "moved.pt"))
+def _moved(path: Path, to: Path, *, other: Path) -> Journal:
+    """Make a file of two names, ``path`` and ``other``, let a run move the first, and return the run's journal."""
     path.write_text("mine")
     os.link(path, other)
-    journal = Journal(tmp_path / "journal")
-    journal.will_move(str(path), str(moved))
-    path.rename(moved)
+    journal = Journal(path.parent / "journal")
+    journal.will_move(str(path), str(to))
+    path.rename(to)
+    return journal
+
+
+def test_a_file_that_was_moved_and_written_keeps_its_other_names(tmp_path: Path) -> None:
+    path, other, moved = (tmp_path / name for name in ("last.pt", "other.pt", "moved.pt"))
+    journal = _moved(path, moved, other=other)
     journal.will_write(moved)
     moved.write_text("theirs")
     assert put_back(tmp_path / "journal").left == {}
@@ -129,11 +135,7 @@ def test_a_file_that_was_moved_and_written_keeps_its_other_names(tmp_path: Path)
 
 def test_a_file_that_is_written_where_another_was_moved_from_takes_no_content_along(tmp_path: Path) -> None:
     last, best, previous = (tmp_path / name for name in ("last.pt", "best.pt", "previous.pt"))
-    last.write_text("mine")
-    os.link(last, best)
-    journal = Journal(tmp_path / "journal")
-    journal.will_move(str(last), str(previous))
-    last.rename(previous)
+    journal = _moved(last, previous, other=best)
     for path in (last, previous):
         journal.will_write(path)
         path.write_text("theirs")

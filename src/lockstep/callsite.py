@@ -5,6 +5,9 @@ Warnings point there, however many frames of lockstep and torch lie in between.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.util
 import os
 import sys
 import warnings
@@ -13,6 +16,8 @@ from types import CodeType, FrameType
 #: The most characters of a path that are shown, from its end.
 _PATH = 120
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 #: File name -> True if it belongs to a library. (By name: a code object's hash takes a microsecond.)
 _ours: dict[str, bool] = {}
 
@@ -34,6 +39,39 @@ def is_library(path: str) -> bool:
     if path not in _ours:
         _ours[path] = path.startswith(_library())
     return _ours[path]
+
+
+def is_standard(path: str) -> bool:
+    """Return whether a file is of Python's own library."""
+    return path.startswith("<frozen") or (path.startswith(_STANDARD) and not is_installed(path))
+
+
+def is_installed(path: str) -> bool:
+    """Return whether a file is in a folder of installed packages."""
+    return any(folder in path for folder in _INSTALLED)
+
+
+def inside(path: str, package: str) -> str:
+    """Return where in an installed package a file is, as in ``distributed/rpc.py``; empty: it is not in that package,
+    though it may be in a folder of the user's that is named like it.
+
+    The package is looked for, and not imported. This also holds for files of another process: its package may come
+    from another folder of installed packages.
+    """
+    home = _home(package)
+    if home and path.startswith(home):
+        return path[len(home) :]
+    places = [path.partition(f"{folder}{package}{os.sep}")[2] for folder in _INSTALLED]
+    return next(filter(None, places), "")
+
+
+@functools.cache
+def _home(package: str) -> str:
+    with contextlib.suppress(ValueError):  # the program has put something else in its place
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin is not None:
+            return os.path.dirname(spec.origin) + os.sep
+    return ""
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:

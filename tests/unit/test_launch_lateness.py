@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -13,10 +14,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import TextIO
 
 import pytest
+import torch
 
+import lockstep.comm.world
 from lockstep import _proc
 from lockstep.job.files import JobFiles
 from lockstep.job.hang import HangKind, HangVerdict, Standstill
@@ -58,7 +62,7 @@ def test_a_stack_ends_above_what_pytest_does() -> None:
         "a.py",
         "/site-packages/_pytest/python.py",
         "/site-packages/pluggy/_callers.py",
-        "/lockstep/launch/rank.py",
+        "/site-packages/lockstep/launch/rank.py",
     ]
     text = "Current thread 0x1 (most recent call first):\n" + "".join(
         f'  File "{file}", line 1 in f\n' for file in lines
@@ -81,9 +85,31 @@ def test_a_model_outside_of_a_step_and_a_debugger_are_seen() -> None:
     def stack(*files: str) -> evidence.Stack:
         return evidence.Stack(tuple(Frame(file, "1", "f") for file in files))
 
-    assert stack("/x/torch/nn/modules/conv.py", "/x/torch/nn/modules/module.py", "/me/eval.py").in_model
-    assert not stack("/me/model.py", "/x/torch/nn/modules/module.py").in_model, "a loop in the user's own forward"
+    modules = "/x/site-packages/torch/nn/modules"
+    assert stack(f"{modules}/conv.py", f"{modules}/module.py", "/me/eval.py").in_model
+    assert not stack("/me/model.py", f"{modules}/module.py").in_model, "a loop in the user's own forward"
     assert stack("/usr/lib/python3.12/pdb.py", "/usr/lib/python3.12/bdb.py", "/me/eval.py").in_debugger
+
+
+@pytest.mark.parametrize("folder", ["torch/distributed", "torch/autograd", "lockstep/comm", "lib/python", "lockstep"])
+def test_a_users_folder_that_is_named_like_a_library_is_the_users(folder: str) -> None:
+    users, library = Frame(f"/home/me/{folder}/train.py", "3", "load"), Frame(torch.nn.__file__, "1", "f")
+    stack = evidence.Stack((users, library))
+    assert stack.users == evidence.Stack((library, Frame(contextlib.__file__, "1", "f"), users)).users == users
+    assert not any([stack.in_collective, stack.in_engine, stack.in_model])
+
+
+def test_the_libraries_of_this_environment_are_no_users() -> None:
+    """However they are installed."""
+
+    def stack(*modules: ModuleType) -> evidence.Stack:
+        return evidence.Stack(tuple(Frame(str(module.__file__), "1", "f") for module in modules))
+
+    assert stack(torch.distributed.distributed_c10d).in_collective
+    assert stack(lockstep.comm.world).in_collective
+    assert stack(torch.autograd.graph).in_engine
+    assert stack(torch.nn.functional, torch.nn.modules.conv).in_model
+    assert stack(torch, lockstep.comm.world, contextlib, pytest).users is None
 
 
 @contextmanager

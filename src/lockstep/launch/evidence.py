@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep import _proc
+from lockstep.callsite import inside, is_installed, is_standard
 from lockstep.job.files import JobFiles
 from lockstep.job.hang import Standstill
 from lockstep.job.page import STACK_SIGNAL
@@ -213,14 +214,14 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<n
 CRASH = "Fatal Python error: "
 #: The line that faulthandler writes above the frames while the garbage collector runs.
 _COLLECTS = "  Garbage-collecting"
-#: Files of the launcher's frames below every rank's program, and of the zygote's start.
-_RUNNERS = tuple(f"/lockstep/launch/{name}.py" for name in ("rank", "zygote"))
+#: lockstep's files of the launcher's frames below every rank's program, and of the zygote's start.
+_RUNNERS = ("launch/rank.py", "launch/zygote.py")
 #: Files of pytest's frames below a test or a fixture.
 _PYTEST = tuple(f"/_pytest/{name}.py" for name in ("python", "fixtures"))
-#: Folders of code in which a rank waits for others, if its stack ends there. (autograd's engine runs a backward, which
-#: is mostly work; a rank that sleeps in it waits for what its hooks have asked of other ranks.)
-_COLLECTIVES = ("/torch/distributed/", "/lockstep/comm/")
-_ENGINE = "/torch/autograd/"
+#: A package's folder of code in which a rank waits for others, if its stack ends there. (autograd's engine runs a
+#: backward, which is mostly work; a rank that sleeps in it waits for what its hooks have asked of other ranks.)
+_COLLECTIVES = {"torch": "distributed/", "lockstep": "comm/"}
+_ENGINE = "autograd/"
 #: Seconds for ranks to answer: they do so in a signal handler, at once if they and the zygote get a processor.
 _ANSWER = 2.0
 #: Seconds without another byte after which what a rank has written is all of its answer.
@@ -250,21 +251,18 @@ class Stack:
     @property
     def in_collective(self) -> bool:
         """Whether the innermost frame is one that waits for other ranks."""
-        return bool(self.frames) and any(part in self.frames[0].file for part in _COLLECTIVES)
+        return any(self._innermost_in(package).startswith(folder) for package, folder in _COLLECTIVES.items())
 
     @property
     def in_engine(self) -> bool:
         """Whether the innermost frame runs a backward."""
-        return bool(self.frames) and _ENGINE in self.frames[0].file
+        return self._innermost_in("torch").startswith(_ENGINE)
 
     @property
     def in_model(self) -> bool:
         """Whether the innermost frame is torch's own, called from a module."""
-        return (
-            bool(self.frames)
-            and "/torch/" in self.frames[0].file
-            and any("/torch/nn/modules/" in frame.file for frame in self.frames)
-        )
+        is_torch = bool(self._innermost_in("torch"))
+        return is_torch and any(inside(frame.file, "torch").startswith("nn/modules/") for frame in self.frames)
 
     @property
     def in_debugger(self) -> bool:
@@ -274,8 +272,16 @@ class Stack:
     @property
     def users(self) -> Frame | None:
         """The innermost line outside torch, lockstep and Python's own files."""
-        library = ("/torch/", "/lockstep/", f"{os.sep}lib{os.sep}python", "<frozen", "<string>")
-        return next((frame for frame in self.frames if not any(part in frame.file for part in library)), None)
+        return next((frame for frame in self.frames if not _is_library(frame.file)), None)
+
+    def _innermost_in(self, package: str) -> str:
+        """Return where in a package the innermost frame is; empty: elsewhere."""
+        return inside(self.frames[0].file, package) if self.frames else ""
+
+
+def _is_library(file: str) -> bool:
+    ours = any(inside(file, package) for package in ("torch", "lockstep"))
+    return ours or is_standard(file) or is_installed(file) or file == "<string>"
 
 
 def stack_size(folder: Path, rank: int) -> int:
@@ -370,7 +376,9 @@ def parse_stack(text: str) -> Stack | None:
             break
         frames.append(Frame(match["file"], match["line"], match["name"]))
     below = [
-        i for i, frame in enumerate(frames) if frame.file.endswith(_RUNNERS) or (i and frame.file.endswith(_PYTEST))
+        i
+        for i, frame in enumerate(frames)
+        if inside(frame.file, "lockstep") in _RUNNERS or (i and frame.file.endswith(_PYTEST))
     ]
     return Stack(tuple(frames[: below[0]] if below else frames), collects)
 

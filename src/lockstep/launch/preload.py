@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep import knobs, machine
+from lockstep import callsite, knobs, machine
 from lockstep.errors import LaunchError
 
 #: The variables from which torch and OpenBLAS take the number of threads: the first that is set counts.
@@ -53,8 +53,6 @@ _READ_AGAIN = frozenset(["TORCHINDUCTOR_CACHE_DIR", _SOFTLY])
 
 #: The files of the frames between a program's ``os.environ[…] = …`` or ``os.getenv(…)`` and this one.
 _BETWEEN = (os.getenv.__code__.co_filename, Mapping.get.__code__.co_filename)
-_STANDARD = os.path.dirname(os.__file__) + os.sep
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 #: Variable -> the module whose import in this process has read it.
 _read: dict[str, str] = {}
@@ -117,7 +115,7 @@ def _noting_reads() -> Iterator[None]:
 
     def noting(name: str) -> Any:
         frame = _beyond_os(sys._getframe(1))[0]
-        if frame is not None and not _is_standard(frame.f_code.co_filename) and name not in _READ_AGAIN:
+        if frame is not None and not callsite.is_standard(frame.f_code.co_filename) and name not in _READ_AGAIN:
             _read.setdefault(name, str(frame.f_globals.get("__name__")))
         return plain(name)
 
@@ -197,9 +195,9 @@ def _set_openblas_threads(count: int) -> None:
 def _warn(name: str) -> None:
     """Say that ``name`` was set too late, if it was the program that set it and not a library."""
     frame, depth = _beyond_os(sys._getframe(2))
-    if frame is None or _is_standard(frame.f_code.co_filename):
+    if frame is None or callsite.is_standard(frame.f_code.co_filename):
         return
-    if any(place in frame.f_code.co_filename for place in _INSTALLED):
+    if callsite.is_installed(frame.f_code.co_filename):
         return
     warnings.warn(
         f"{name} is set too late: {_read[name]} reads it when it is imported, which lockstep's launcher does before "
@@ -215,8 +213,3 @@ def _beyond_os(frame: FrameType | None) -> tuple[FrameType | None, int]:
     while frame is not None and frame.f_code.co_filename in _BETWEEN:
         frame, depth = frame.f_back, depth + 1
     return frame, depth
-
-
-def _is_standard(path: str) -> bool:
-    """Return whether a file is of Python's own library."""
-    return path.startswith("<frozen") or (path.startswith(_STANDARD) and not any(place in path for place in _INSTALLED))

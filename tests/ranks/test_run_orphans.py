@@ -161,3 +161,63 @@ def test_shared_memory_of_killed_ranks_is_removed(tmp_path: Path) -> None:
         job.process.kill()
         assert gone_within(everyone, 1.0) == []
     assert not Path("/dev/shm", name).exists()
+
+
+#: Where a worker ends between naming its memory and unlinking it. Prints its process id.
+_LEFT_BY = {
+    "a worker that its rank reaps": """
+import os, signal
+import lockstep
+from torch.utils.data import DataLoader
+lockstep.init()
+if not os.path.exists("began"):
+    class Dies:
+        def __len__(self):
+            return 8
+        def __getitem__(self, index):
+            open(f"/dev/shm/torch_{os.getpid()}_1_1", "w").close()
+            open("began", "w").write(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        list(lockstep.shard(DataLoader(Dies(), batch_size=4, num_workers=1)))
+    except RuntimeError:
+        os.kill(os.getpid(), signal.SIGKILL)
+""",
+    "an orphan that is reaped before its rank ends": """
+import os, signal, time
+if not os.path.exists("began"):
+    if not os.fork():
+        if not os.fork():
+            open(f"/dev/shm/torch_{os.getpid()}_1_1", "w").close()
+            open("pid", "w").write(str(os.getpid()))
+            os.rename("pid", "began")
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(0)
+    os.wait()
+    while not os.path.exists("began") or os.path.exists("/proc/" + open("began").read()):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+""",
+    "a rank": """
+import os, signal
+if not os.path.exists("began"):
+    open(f"/dev/shm/torch_{os.getpid()}_1_1", "w").close()
+    open("began", "w").write(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGKILL)
+""",
+}
+
+
+@pytest.mark.parametrize("left_by", _LEFT_BY)
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_what_was_named_by_a_process_that_died_before_its_job_is_removed(
+    tmp_path: Path, left_by: str, restarts: int
+) -> None:
+    """Also before the ranks start again."""
+    seen = "print(any(name.startswith('torch_' + open('began').read() + '_') for name in os.listdir('/dev/shm')))"
+    (tmp_path / "train.py").write_text(_LEFT_BY[left_by] + seen + "\n")
+    command = ["lockstep", "run", "-n", "1", "--max-restarts", str(restarts), "train.py"]
+    with start(command, tmp_path, torch=True) as job:
+        done = job.finish()
+    assert (done.out, done.code == 0) == ("False\n" if restarts else "", restarts == 1), done
+    assert not list(Path("/dev/shm").glob(f"torch_{(tmp_path / 'began').read_text()}_*"))

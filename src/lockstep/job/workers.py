@@ -47,9 +47,18 @@ class Fetching:
     index: int | None
 
 
-def processes(folder: str | Path) -> set[int]:
-    """Return the process ids of a job's workers; of workers that replaced one another, the last one's."""
-    return {owner for _, owner, _ in _records(folder)}
+def processes(home: str | Path) -> set[int]:
+    """Return the process ids of a job's workers, of all of its starts; of workers that replaced one another, the last
+    one's.
+
+    Args:
+        home: the job's private folder.
+
+    Raises:
+        OSError: the records can't be read; another process may be removing the folder.
+    """
+    starts = [Path(home), *Path(home).glob("[0-9]*")]
+    return {owner for folder in starts for _, owner, _ in _records(folder)}
 
 
 def find(folder: str | Path, pid: int) -> Fetching | None:

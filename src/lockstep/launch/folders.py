@@ -76,9 +76,7 @@ def _remove_abandoned(home: Path) -> None:
             if lock is None:
                 continue
             try:
-                folders = [Path(path), *Path(path).glob("[0-9]*")]  # one for each start of its ranks
-                noted = {pid for each in folders for pid in workers.processes(each)}
-                remove_shared_memory(noted)
+                remove_shared_memory(workers.processes(path))
                 shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(lock)

@@ -22,8 +22,10 @@ import sys
 import time
 import traceback
 from collections import deque
+from collections.abc import Iterable
 
 from lockstep import _proc, knobs
+from lockstep.job import workers
 from lockstep.job.messages import Channel
 from lockstep.job.page import STACK_SIGNAL
 from lockstep.launch import preload, processes, rank
@@ -86,6 +88,8 @@ class _Zygote:
         self._folder = folder
         self._shielded = shielded
         self._ranks: dict[int, int] = {}  # pid -> rank
+        #: The processes that have ended since the last sweep.
+        self._ended: set[int] = set()
         #: True once there was no process for a rank.
         self._is_broken = False
         self._requests: deque[tuple[Request, list[int]]] = deque()
@@ -110,13 +114,13 @@ class _Zygote:
                 while self._requests:
                     request, fds = self._requests.popleft()
                     if isinstance(request, Finish):
-                        processes.sweep(patience=LEFTOVER_PATIENCE)
+                        self._sweep()
                         return None
                     task = self._handle(request, fds)
                     if task is not None:
                         return task
                 if self._is_broken and CLIENT not in self._ranks.values():  # the other machines have been told
-                    processes.sweep(patience=LEFTOVER_PATIENCE)
+                    self._sweep()
                     return None
                 if self._launcher in ready and self._channel not in ready:
                     raise EOFError
@@ -133,7 +137,7 @@ class _Zygote:
                         os.close(fd)
                 return task
             case Clear(spare):
-                dead = processes.sweep(patience=LEFTOVER_PATIENCE, spare=spare)
+                dead = self._sweep(spare)
                 self._ranks = {pid: self._ranks[pid] for pid in set(spare) - dead if pid in self._ranks}
                 self._channel.send(Cleared())
             case Signal(ranks, signum):
@@ -201,14 +205,28 @@ class _Zygote:
     def _report_deaths(self) -> None:
         at = time.monotonic()
         for dead in processes.reap():
+            self._ended.add(dead.pid)
             number = self._ranks.pop(dead.pid, None)
             if number is not None:  # else it was somebody's orphan
                 self._channel.send(Exited(number, dead.code, at, dead.peak))
+
+    def _sweep(self, spare: Iterable[int] = ()) -> set[int]:
+        """End and reap what the ranks have left running; return the processes reaped.
+
+        What was left in /dev/shm is removed, also by processes that had ended before: workers end with a rank that is
+        killed, and some are reaped by their ranks.
+        """
+        dead = processes.sweep(patience=LEFTOVER_PATIENCE, spare=spare)
+        ended, self._ended = self._ended, set()
+        with contextlib.suppress(OSError):  # the folder may be gone
+            ended |= workers.processes(self._folder)
+        processes.remove_shared_memory(ended)
+        return dead
 
     def _end_abandoned_job(self) -> None:
         """End what is left, since the launcher is gone and nobody waits for the ranks. See Note [No orphans]."""
         for pid in self._ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        processes.sweep(patience=LEFTOVER_PATIENCE)
+        self._sweep()
         shutil.rmtree(self._folder, ignore_errors=True)

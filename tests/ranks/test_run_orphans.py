@@ -163,7 +163,8 @@ def test_shared_memory_of_killed_ranks_is_removed(tmp_path: Path) -> None:
     assert not Path("/dev/shm", name).exists()
 
 
-#: Where a worker ends between naming its memory and unlinking it. Prints its process id.
+#: What ends between naming its memory and unlinking it -> a program in which it does so the first time, and whose file
+#: ``began`` has its process id.
 _LEFT_BY = {
     "a worker that its rank reaps": """
 import os, signal

@@ -272,16 +272,17 @@ class Stack:
     @property
     def users(self) -> Frame | None:
         """The innermost line outside torch, lockstep and Python's own files."""
-        return next((frame for frame in self.frames if not _is_library(frame.file)), None)
+        return next((frame for frame in self.frames if _is_users(frame.file)), None)
 
     def _innermost_in(self, package: str) -> str:
         """Return where in a package the innermost frame is; empty: elsewhere."""
         return inside(self.frames[0].file, package) if self.frames else ""
 
 
-def _is_library(file: str) -> bool:
-    ours = any(inside(file, package) for package in ("torch", "lockstep"))
-    return ours or is_standard(file) or is_installed(file) or file == "<string>"
+def _is_users(file: str) -> bool:
+    if is_standard(file) or is_installed(file) or file == "<string>":
+        return False
+    return not any(inside(file, package) for package in ("torch", "lockstep"))  # (which may be elsewhere: a checkout)
 
 
 def stack_size(folder: Path, rank: int) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import gzip
 import itertools
 import json
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,11 @@ class Checked:
     def _check_arrows(self) -> list[Event]:
         heads = {event["id"]: event for event in self.events if event["ph"] == "s" and event["cat"] == "late"}
         tails = [event for event in self.events if event["ph"] == "f" and event["cat"] == "late"]
+        lanes: dict[tuple[int, int], tuple[list[float], list[float]]] = defaultdict(lambda: ([], [-math.inf]))
+        for each in self.slices:  # in order of time
+            begun, latest_ends = lanes[each["pid"], each["tid"]]
+            begun.append(each["ts"])
+            latest_ends.append(max(latest_ends[-1], each["ts"] + each["dur"]))
         assert len(heads) == len(tails) == len({event["id"] for event in tails}), "each arrow has its own number"
         for tail in tails:
             head = heads[tail["id"]]
@@ -167,13 +174,9 @@ class Checked:
             assert (head["cat"], head["name"], head["args"]) == (tail["cat"], tail["name"], tail["args"])
             assert tail["bp"] == "e"
             for end in (head, tail):
-                around = [
-                    each
-                    for each in self.slices
-                    if (each["pid"], each["tid"]) == (end["pid"], end["tid"])
-                    and each["ts"] <= end["ts"] < each["ts"] + each["dur"]
-                ]
-                assert around, f"{end} is in no slice"
+                begun, latest_ends = lanes[end["pid"], end["tid"]]
+                before = bisect.bisect_right(begun, end["ts"])
+                assert end["ts"] < latest_ends[before], f"{end} is in no slice"
         return tails
 
     def check_against_collectives(self, *, least: float = 20.0) -> None:

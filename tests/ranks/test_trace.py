@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
 import os
 import re
@@ -76,10 +78,14 @@ def test_the_summary_has_the_shares_of_the_trace_to_three_points(
 def _spent(trace: Checked, rank: int) -> dict[str, float]:
     """Microseconds by phase, without the waits in it; and those."""
     waits = sorted((each["ts"], each["ts"] + each["dur"]) for each in trace.of("wait", rank))
+    latest_ends = list(itertools.accumulate((end for _, end in waits), max))
     spent: dict[str, float] = {"wait": 0.0}
     for each in trace.of("phase", rank):
         begun, ended, at, waited = each["ts"], each["ts"] + each["dur"], each["ts"], 0.0
-        for start_, end in waits:
+        first = bisect.bisect_right(latest_ends, begun)
+        for start_, end in waits[first:]:
+            if start_ >= ended:
+                break
             at, end = max(at, start_), min(end, ended)
             if begun <= at < end:
                 waited, at = waited + end - at, end

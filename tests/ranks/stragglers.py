@@ -7,6 +7,7 @@ Each rank prints, by its own clock, the seconds of a step and those of its work 
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 import lockstep
 
 #: Seconds of work in each of the three phases, on each rank.
-WORK = 0.01
+WORK = float(os.environ.get("STRAGGLERS_WORK", "0.01"))
 
 
 class Worker:

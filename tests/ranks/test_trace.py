@@ -82,10 +82,7 @@ def _spent(trace: Checked, rank: int) -> dict[str, float]:
     spent: dict[str, float] = {"wait": 0.0}
     for each in trace.of("phase", rank):
         begun, ended, at, waited = each["ts"], each["ts"] + each["dur"], each["ts"], 0.0
-        first = bisect.bisect_right(latest_ends, begun)
-        for start_, end in waits[first:]:
-            if start_ >= ended:
-                break
+        for start_, end in waits[bisect.bisect_right(latest_ends, begun) : bisect.bisect_left(waits, (ended,))]:
             at, end = max(at, start_), min(end, ended)
             if begun <= at < end:
                 waited, at = waited + end - at, end

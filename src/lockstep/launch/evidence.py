@@ -282,7 +282,7 @@ class Stack:
 def _is_users(file: str) -> bool:
     if is_standard(file) or is_installed(file) or file == "<string>":
         return False
-    return not any(inside(file, package) for package in ("torch", "lockstep"))  # (which may be elsewhere: a checkout)
+    return not any(inside(file, package) for package in ("torch", "lockstep"))  # (they may be in a checkout)
 
 
 def stack_size(folder: Path, rank: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.checkpoint.blocks import BLOCK
@@ -85,7 +86,7 @@ def _resume(folder: str, only_sound: bool) -> tuple[int, tuple[str, ...], bool, 
 def test_saves_of_nan_warn_and_leave_what_is_sound_and_a_resume_takes_that(tmp_path: Path, in_background: bool) -> None:
     main, other = run_ranks(_become_nan, 2, str(tmp_path), in_background)
     assert main["kept"] == [f"step-0000000{step}" for step in (2, 3, 4, 8)], "keep=3, and the newest of the others"
-    assert main["said"][:4] == [[]] * 4, "neither buffers nor what was not finite from the start count"
+    assert main["said"][:4] == [[]] * 4, "neither infinities in a mask nor what was not finite from the start count"
     assert other["said"] == [[]] * 8, "on rank 0 alone"
     for step, said in enumerate(main["said"][4:], 5):
         assert len(said) == 1, said
@@ -236,6 +237,131 @@ def test_the_outer_optimizer_and_each_ranks_own_state_count(tmp_path: Path) -> N
     assert any(name.startswith("local_steps.outer.state") for name in names), names
     assert any(name.startswith("ranks.1.optimizer") for name in names), names
     assert not any(name.startswith("ranks.0.") for name in names), names
+
+
+class _Watching(nn.Module):
+    """A normalised layer, with buffers that hold every kind of value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+        self.register_buffer("queue", torch.zeros(2, 4))
+        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+        self.register_buffer("running_peak", torch.tensor([math.inf, 1.0]))
+        self.register_buffer("unread", torch.tensor([math.nan]))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.norm(self.layer(inputs))
+        return hidden
+
+
+def _in_buffers(folder: str) -> list[dict[str, list[str]] | None]:
+    lockstep.init()
+    model: Any = _Watching()
+    model.register_buffer("adjacent", torch.eye(2).to_sparse() * math.inf, persistent=False)
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    saved = lockstep.Checkpointer(folder, model=model, extra={"average": average}, keep=None)
+    found = []
+
+    def save(buffer: torch.Tensor | None = None, value: float = 0.0) -> None:
+        before = None if buffer is None else buffer.clone()
+        if buffer is not None:
+            buffer.view(-1)[0] = value
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.append(read_manifest(saved.save()).not_finite)
+        if buffer is not None and before is not None:
+            buffer.copy_(before)
+
+    inner: Any = average.module
+    save()
+    save(model.norm.running_mean, math.nan)
+    save(model.norm.running_mean, math.inf)
+    save(model.queue, math.nan)
+    save(model.queue, math.inf)
+    save(model.mask, math.nan)
+    save(model.running_peak, math.nan)
+    save(inner.norm.running_var, math.nan)
+    save(inner.norm.running_var, -math.inf)
+    save(inner.queue, math.inf)
+    return found
+
+
+def test_buffers_count_as_what_they_hold(tmp_path: Path) -> None:
+    (found,) = run_ranks(_in_buffers, 1, str(tmp_path))
+    of_average = {"extra.safetensors": ["extra.average.module.norm.running_var"]}
+    assert found == [
+        None,
+        {"model.safetensors": ["norm.running_mean"]},
+        {"model.safetensors": ["norm.running_mean"]},
+        {"model.safetensors": ["queue"]},
+        None,
+        {"model.safetensors": ["mask"]},
+        {"model.safetensors": ["running_peak"]},
+        of_average,
+        of_average,
+        None,
+    ]
+
+
+def _poisoned(folder: str, way: str) -> dict[str, Any]:
+    """Train six steps of which the fourth has a sample that is NaN, on rank 0."""
+    world = lockstep.init()
+    torch.manual_seed(1)
+    bare = _Watching()
+    net = lockstep.replicate(bare, check_finite="skip" if way == "skip" else "step")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    data = torch.randn(24, 3)
+    data[12] = math.nan
+    loader = lockstep.shard(DataLoader(TensorDataset(data), batch_size=4), slices=2 if way == "slices" else None)
+    saved = lockstep.Checkpointer(folder, model=net, optimizer=optimizer, loader=loader, keep=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in loader.steps() if way == "slices" else ([each] for each in loader):
+            for (inputs,) in step:
+                net(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            saved.save()
+    said = [str(each.message) for each in caught]
+    return {
+        "left out": [each for each in said if "The forward has also left NaN in" in each],
+        "not sound": [each for each in said if "holds values that are NaN" in each],
+        "kept": sorted(path.name for path in Path(folder).glob("step-*")),
+        "weights": all(bool(param.isfinite().all()) for param in net.parameters()),
+        "rank": world.rank,
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("way", ["step", "skip", "slices"])
+def test_statistics_that_a_sample_made_nan_are_named_and_no_sound_checkpoint_is_lost(
+    tmp_path: Path, way: str, world_size: int
+) -> None:
+    main, *_ = run_ranks(_poisoned, world_size, str(tmp_path), way)
+    assert main["weights"], "the step itself was left out"
+    (said,) = main["left out"]
+    assert "The forward has also left NaN in 'norm.running_mean', 'norm.running_var', where it stays" in said
+    assert [each[:29] for each in main["not sound"]] == [f"the checkpoint step-0000000{n} " for n in (4, 5, 6)]
+    assert main["kept"] == [f"step-0000000{step}" for step in (2, 3, 6)], "keep=2, and the newest of the others"
+    (found, *_) = run_ranks(_resumes_from, 1, str(tmp_path))
+    assert found == 3
+
+
+def _resumes_from(folder: str) -> int:
+    lockstep.init()
+    model = _Watching()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved = lockstep.Checkpointer(folder, model=model, optimizer=optimizer, loader=_any_loader())
+        found = saved.restore()
+    assert found is not None
+    return found.step
+
+
+def _any_loader() -> lockstep.ShardedLoader:
+    return lockstep.shard(DataLoader(TensorDataset(torch.randn(24, 3)), batch_size=4))
 
 
 _STOPPED = """

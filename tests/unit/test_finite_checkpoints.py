@@ -85,6 +85,8 @@ def test_infinities_are_found_in_parameters_of_every_kind() -> None:
         "pairs": torch.tensor([complex(0.0, _INF)]),
         "none": torch.empty(0),
         "lazy": nn.parameter.UninitializedParameter(),
+        "not saved": torch.full((2, 2), _INF).to_sparse(),
+        "nowhere": torch.empty(2, device="meta"),
     }
     assert infinite(tensors.items()) == {"plain", "half", "small", "pairs"}
     assert infinite([]) == frozenset()
@@ -106,7 +108,7 @@ def _with(value: float, size: int = 5) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("value", [_NAN, _INF, -_INF])
-def test_parameters_and_an_optimizers_state_count_and_buffers_do_not(tmp_path: Path, value: float) -> None:
+def test_what_is_judged_counts_parameters_and_an_optimizers_state_among_it(tmp_path: Path, value: float) -> None:
     state = State(
         {
             "weight": _with(value),
@@ -134,12 +136,23 @@ def test_nan_counts_in_a_single_number_too(tmp_path: Path) -> None:
     assert read_manifest(_save(tmp_path, 1, state)).not_finite == {"optimizer.safetensors": ["optimizer.estimate"]}
 
 
+@pytest.mark.parametrize("value", [_NAN, _INF])
+def test_infinities_are_meant_in_kinds_of_tensors(value: float) -> None:
+    model = {"norm.running_var": _with(value), "mask": _with(value), "queue": torch.ones(2), "seed": torch.tensor([3])}
+    in_model = {"norm.running_var": False, "mask": True, "queue": True, "seed": True, "not saved": False}
+    layout = StateLayout.of(model, {}, parameters=frozenset(), is_main=True, in_model=in_model)
+    bounds = layout.files[0].bounds
+    assert bounds.keys() == {"norm.running_var", "mask", "queue"}
+    held = {name: bound.holds(model[name].numpy().view(np.uint8).data) for name, bound in bounds.items()}
+    assert held == {"norm.running_var": False, "mask": value == _INF, "queue": True}
+
+
 def test_nan_counts_in_parameters_that_train_whatever_they_were_at_first() -> None:
     tensors = {
         name: nn.Parameter(torch.tensor([_NAN, 1.0]), requires_grad=name == "trained") for name in ("trained", "table")
     }
     assert frozen_nan([*tensors.items(), ("whole", torch.ones(2))]) == {"table"}
-    assert Meant(nan=frozenset({"table"})).bounds(tensors) == {"trained": False}
+    assert Meant(nan=frozenset({"table"})).bounds(dict.fromkeys(tensors, False)) == {"trained": False}
 
 
 def test_infinities_that_are_meant_do_not_count_but_nan_beside_them_does() -> None:

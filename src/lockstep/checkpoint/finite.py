@@ -2,18 +2,19 @@
 
 Note [Finite]
 ~~~~~~~~~~~~~
-A parameter that is NaN stays NaN, so a run whose parameters became NaN saves a model that is lost, and would go on
-doing so until retention has removed the last sound checkpoint. So each rank checks the blocks that it writes, while
+A parameter that is NaN stays NaN, and so does a running statistic (0.9 * NaN + ...), with which a model computes only
+NaN in evaluation though its loss in training is fine. A run that has got there saves a model that is lost, and would go
+on doing so until retention has removed the last sound checkpoint. So each rank checks the blocks that it writes, while
 they are in the processor's cache for their digest, and the manifest names the tensors that are not finite.
 
-The check covers values from which training can't recover: the parameters of the model and of modules in ``extra``, the
-state of the optimizers, and that of LocalSteps. It leaves out buffers, which hold infinities on purpose (masks for
-attention) and statistics that the next batches replace, and all else in ``extra``.
+The check covers values from which training can't recover: the parameters and buffers of the model and of modules in
+``extra``, the state of the optimizers, and that of LocalSteps. It leaves out all else in ``extra``.
 
-Two kinds of infinities are intended, and only NaN counts there: those of a parameter that had some when the
-Checkpointer was made or when it restored the run (logits that forbid a transition), and those of single numbers in an
-optimizer's state ("the smallest loss so far"). And a frozen parameter that held NaN when the Checkpointer was made (a
-table with a row that is never read) is not checked as long as it is frozen: training has not caused the NaN.
+Some infinities are intended, and only NaN counts there: those of a parameter that had some when the Checkpointer was
+made or when it restored the run (logits that forbid a transition), those of buffers that are not running statistics by
+their names (masks for attention, the smallest value seen), and those of single numbers in an optimizer's state ("the
+smallest loss so far"). And a frozen parameter or a buffer that held NaN when the Checkpointer was made (a table with a
+row that is never read) is not checked as long as it is frozen: training has not caused the NaN.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ import torch
 from torch import nn
 
 from lockstep.text import listed
+
+#: Returns, by a tensor's name in its file, whether infinities are meant in tensors of its kind (only NaN counts there);
+#: None: it need not be finite.
+Judge = Callable[[str], bool | None]
 
 #: The bits of plus infinity. A value whose bits without the sign are larger is NaN.
 _INFINITY: dict[torch.dtype, int] = {
@@ -78,13 +83,22 @@ class Meant:
     #: Names of frozen tensors that held NaN before any training: nothing counts there.
     nan: frozenset[str] = frozenset()
 
-    def bounds(self, names: Iterable[str]) -> dict[str, bool]:
-        """Return the names to check, each with True if its infinities are intended."""
-        return {name: name in self.infinite for name in names if name not in self.nan}
+    def bounds(self, judged: Mapping[str, bool]) -> dict[str, bool]:
+        """Return the names to check, each with True if its infinities are intended.
+
+        Args:
+            judged: name -> whether infinities are intended in all tensors of its kind.
+        """
+        return {name: of_all or name in self.infinite for name, of_all in judged.items() if name not in self.nan}
 
 
 #: All tensors should be finite.
 NOTHING_MEANT = Meant()
+
+
+def is_statistic(buffer: str) -> bool:
+    """Return whether a buffer is a running statistic, by its name: those of torch's norm layers begin like that."""
+    return buffer.rpartition(".")[2].startswith("running_")
 
 
 def infinite(tensors: Iterable[tuple[str, torch.Tensor]]) -> frozenset[str]:
@@ -103,6 +117,8 @@ def _with_any(
     asked: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in tensors:
         if nn.parameter.is_lazy(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+            continue
+        if tensor.is_meta or tensor.layout is not torch.strided:  # a buffer that is not saved
             continue
         real = tensor.detach()
         if real.dtype.itemsize == 1:  # torch can't test all of these dtypes

@@ -6,7 +6,7 @@ Nothing is copied here. A save that returns at once copies its :class:`WritePlan
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,14 +16,14 @@ from lockstep import accelerator
 from lockstep.checkpoint.blocks import BLOCK, TensorPart, cut, divide
 from lockstep.checkpoint.chunks import Chunks
 from lockstep.checkpoint.encoding import PIECE, encode, new_digest
-from lockstep.checkpoint.finite import NOTHING_MEANT, Bound, Meant
+from lockstep.checkpoint.finite import NOTHING_MEANT, Bound, Judge, Meant
 from lockstep.checkpoint.manifest import MODEL, FileEntry
 from lockstep.checkpoint.safetensors import TensorFile, lay_out
 
 
-def is_of_an_optimizer(name: str) -> bool:
-    """Return whether a tensor is of a part that an optimizer or LocalSteps keeps, by its name in its file."""
-    return name.startswith(("optimizer.", "local_steps.", "ranks."))
+def judge_optimizers(name: str) -> bool | None:
+    """Judge what the optimizer and LocalSteps keep, which should be finite; see :data:`~finite.Judge`."""
+    return False if name.startswith(("optimizer.", "local_steps.", "ranks.")) else None
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class StateLayout:
         alike: frozenset[str] = frozenset({"optimizer"}),
         own: Any = None,
         world_size: int = 1,
-        judged: Callable[[str], bool] = is_of_an_optimizer,
+        in_model: Mapping[str, bool] | None = None,
+        judge: Judge = judge_optimizers,
         meant: Meant = NOTHING_MEANT,
         ignored: frozenset[str] = frozenset(),
     ) -> StateLayout:
@@ -66,15 +67,17 @@ class StateLayout:
             alike: the parts that all ranks hold alike.
             own: the tree that this rank holds alone, of the same names, shapes and dtypes on all ranks; None: nothing.
             world_size: how many ranks hold such a tree.
-            judged: whether a tensor of a part should be finite, as parameters should, by its name in its file.
-            meant: which parameters, and tensors of parts, need not be finite.
+            in_model: name in ``model`` of each tensor that should be finite -> whether infinities are meant in tensors
+                of its kind; None: the parameters, and they are not.
+            judge: says it of the tensors of the parts.
+            meant: which of these need not be finite all the same.
             ignored: the parameters that replicas leave alone, so that each rank may hold its own.
 
         Raises:
             CheckpointError: something can't be written down.
         """
         tensors = {name: value for name, value in model.items() if isinstance(value, torch.Tensor)}
-        bounded = meant.bounds(parameters)
+        bounded = meant.bounds(dict.fromkeys(parameters, False) if in_model is None else in_model)
         files = [lay_out(MODEL, tensors, where="model", alike=parameters - ignored, judged=bounded)]
         texts: dict[str, bytes] = {}
         others = {name: value for name, value in model.items() if name not in tensors}
@@ -87,12 +90,12 @@ class StateLayout:
             encoded = encode(tree, kept, where=part)
             if kept:
                 same = None if part in alike else frozenset[str]()
-                bounded = _judged(kept, judged, meant)
+                bounded = _judged(kept, judge, meant)
                 files.append(lay_out(f"{part}.safetensors", kept, where=part, alike=same, judged=bounded))
             if is_main:
                 texts[f"{part}.json"] = text(encoded)
         if own is not None:
-            file, encoded = _lay_out_ranks(own, world_size, judged)
+            file, encoded = _lay_out_ranks(own, world_size, judge)
             files += [file] if file.spans else []
             if is_main:
                 texts["ranks.json"] = text(encoded)
@@ -109,13 +112,14 @@ class StateLayout:
         )
 
 
-def _judged(tensors: Mapping[str, torch.Tensor], judged: Callable[[str], bool], meant: Meant) -> dict[str, bool]:
+def _judged(tensors: Mapping[str, torch.Tensor], judge: Judge, meant: Meant) -> dict[str, bool]:
     """Return the tensors that should be finite -> whether infinities are meant there; see Note [Finite]."""
-    bounds = meant.bounds(name for name in tensors if judged(name))
+    of_kinds = {name: judge(name) for name in tensors}
+    bounds = meant.bounds({name: infinities for name, infinities in of_kinds.items() if infinities is not None})
     return {name: infinite or tensors[name].numel() == 1 for name, infinite in bounds.items()}
 
 
-def _lay_out_ranks(own: Any, world_size: int, judged: Callable[[str], bool]) -> tuple[TensorFile, list[Any]]:
+def _lay_out_ranks(own: Any, world_size: int, judge: Judge) -> tuple[TensorFile, list[Any]]:
     """Lay out what each rank holds alone: the layout is the same on all ranks; each puts its own tensors everywhere."""
     tensors: dict[str, torch.Tensor] = {}
     owners: dict[str, int] = {}
@@ -125,7 +129,7 @@ def _lay_out_ranks(own: Any, world_size: int, judged: Callable[[str], bool]) -> 
         encoded.append(encode(own, kept, where=f"ranks.{rank}"))
         tensors.update(kept)
         owners.update(dict.fromkeys(kept, rank))
-    bounded = _judged(tensors, judged, NOTHING_MEANT)
+    bounded = _judged(tensors, judge, NOTHING_MEANT)
     file = lay_out("ranks.safetensors", tensors, where="ranks", alike=frozenset(), owners=owners, judged=bounded)
     return file, encoded
 

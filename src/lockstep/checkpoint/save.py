@@ -111,7 +111,8 @@ def _lay_out(run: RunState, world: World, meant: finite.Meant) -> StateLayout:
         alike=frozenset(common),
         own=run.own_tree(),
         world_size=world.world_size,
-        judged=run.judges(),
+        in_model=run.judged_in_model(),
+        judge=run.judge_of_parts(),
         meant=run.without_trained(meant),
         ignored=_ignored(model, plain),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -30,7 +30,7 @@ from lockstep.checkpoint.match import (
     refuse_other_optimizer,
     under_plain_names,
 )
-from lockstep.checkpoint.plan import is_of_an_optimizer
+from lockstep.checkpoint.plan import judge_optimizers
 from lockstep.checkpoint.read import Contents
 from lockstep.checkpoint.rng import Generators
 from lockstep.checkpoint.safetensors import USE_DCP, unsavable
@@ -180,21 +180,25 @@ class RunState:
             parts["precision"] = {"loss_scale": scale}
         return parts
 
-    def judges(self) -> Callable[[str], bool]:
-        """Return the function that says whether a tensor should be finite, by its name in the file of its part. In the
-        model's own file the parameters should. See Note [Finite] in ``finite.py``."""
+    def judged_in_model(self) -> dict[str, bool]:
+        """Return the tensors in the model's file that should be finite -> whether infinities are meant in tensors of
+        their kind. See Note [Finite] in ``finite.py``."""
+        return {name: _may_be_infinite(name, tensor) for name, tensor in _tensors_of(bare(self.model))}
+
+    def judge_of_parts(self) -> finite.Judge:
+        """Return the judge of the tensors in the other files."""
         optimizers = [name for name, thing in self.extra.items() if isinstance(thing, torch.optim.Optimizer)]
         begins = tuple(f"extra.{name}." for name in optimizers)
-        parameters = {name for name, _ in self._parameters_in_extra()}
-        return lambda name: is_of_an_optimizer(name) or name in parameters or name.startswith(begins)
+        of_modules = {name: _may_be_infinite(name, tensor) for name, tensor in self._tensors_in_extra()}
+        return lambda name: False if name.startswith(begins) else of_modules.get(name, judge_optimizers(name))
 
     def meant(self, since: finite.Meant | None = None) -> finite.Meant:
-        """Name the parameters that are not finite now: the model's as in its own file, others as for :meth:`judges`.
+        """Name the tensors of modules that are not finite now, by their names in their files.
 
         Args:
             since: the result from before training began; NaN that came later is not meant. None: it begins now.
         """
-        named = self._named_parameters()
+        named = self._named_tensors()
         infinite = finite.infinite(named)
         if since is None:
             return finite.Meant(infinite, finite.frozen_nan(named))
@@ -204,16 +208,16 @@ class RunState:
         """Return ``meant`` without the parameters that were frozen and are trained now: their NaN counts."""
         if not meant.nan:
             return meant
-        trained = {name for name, parameter in self._named_parameters() if parameter.requires_grad}
+        trained = {name for name, tensor in self._named_tensors() if tensor.requires_grad}
         return finite.Meant(meant.infinite, meant.nan - trained)
 
-    def _named_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        return [*_parameters_of(bare(self.model)), *self._parameters_in_extra()]
+    def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return [*_tensors_of(bare(self.model)), *self._tensors_in_extra()]
 
-    def _parameters_in_extra(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors_in_extra(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, thing in self.extra.items():
             if isinstance(thing, nn.Module):
-                yield from ((f"extra.{name}.{path}", parameter) for path, parameter in _parameters_of(thing))
+                yield from ((f"extra.{name}.{path}", tensor) for path, tensor in _tensors_of(thing))
 
     def refuse_other(self, contents: Contents, *, world_size: int) -> None:
         """Compare a checkpoint with these objects, changing nothing.
@@ -312,10 +316,16 @@ def _local_training_in(model: nn.Module) -> LocalTraining | None:
     return local_training_of(*layers(model))
 
 
-def _parameters_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a module's parameters, each under all its names as they are saved."""
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a module's parameters and buffers, each under all its names as they are saved."""
     plain = plain_names(module)
-    yield from ((plain(name), parameter) for name, parameter in module.named_parameters(remove_duplicate=False))
+    for tensors in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        yield from ((plain(name), tensor) for name, tensor in tensors)
+
+
+def _may_be_infinite(name: str, tensor: torch.Tensor) -> bool:
+    """Return whether a module's tensor is of a kind in which infinities are meant: a buffer, but for statistics."""
+    return not isinstance(tensor, nn.Parameter) and not finite.is_statistic(name)
 
 
 def _state_of(thing: Stateful) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from lockstep.comm.labels import compares_labels
 from lockstep.ddp.batches import BatchFlags
 from lockstep.ddp.digest_chain import DigestedReplica
 from lockstep.ddp.drift import DriftCheck
-from lockstep.ddp.finite import FiniteCheck
+from lockstep.ddp.finite import FiniteCheck, NanBuffers
 from lockstep.ddp.guard import StepGuard
 from lockstep.ddp.hooks import Forward
 from lockstep.ddp.kept_count import KeptCount
@@ -53,6 +53,8 @@ class GradientChecks:
         #: The check of ``check_finite="step"``, before an optimizer's step; ``finite``: that of the other policies.
         self._guard: StepGuard | None = None
         self.finite: FiniteCheck | None = None
+        #: Finds buffers that forwards make NaN.
+        self._nan_buffers = NanBuffers()
         self._unaveraged: Unaveraged | None = None
         #: Has digests of the replica recorded; None: another rank's are, or there is no record.
         self._recorded: DigestedReplica | None = None
@@ -66,9 +68,10 @@ class GradientChecks:
         self._kept_count = KeptCount(f"rank {dist.get_rank(group)} of {self._world_size}")
 
     def turn_to(self, module: nn.Module) -> None:
-        """Compare the parameters that ``module`` has now, and record digests of them."""
+        """Compare the parameters that ``module`` has now, record digests of them, and look at its buffers."""
         if flight.current.pages is not None and dist.get_rank() == 0:  # with a launcher, which keeps the record
             self._recorded = DigestedReplica(list(parameters_of(module)))
+        self._nan_buffers.turn_to(module)
         if self.compares:
             if self.drift is None:
                 self.drift = DriftCheck(self._group, self._options.compared_within)
@@ -78,10 +81,10 @@ class GradientChecks:
         """Look at the gradients of ``params`` from now on."""
         policy = self._options.check_finite
         if policy == "step":
-            self._guard = self._guard or StepGuard(self._group)
+            self._guard = self._guard or StepGuard(self._group, self._nan_buffers)
             self._guard.turn_to(params, names)
         else:
-            self.finite = None if policy == "off" else FiniteCheck(policy, self._group)
+            self.finite = None if policy == "off" else FiniteCheck(policy, self._group, self._nan_buffers)
         if self._unaveraged is None and self.compares:
             self._unaveraged = Unaveraged(self._group, self._reducer)
 

@@ -14,18 +14,21 @@ are read at once, at the end of backward, and a rank's own magnitudes only where
 from __future__ import annotations
 
 import math
+import weakref
 from cmath import isfinite
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 
 from lockstep import _torch, callsite
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.looks import total_of
 from lockstep.ddp.bucket import SMALL, Bucket
+from lockstep.ddp.members import buffers_of
 from lockstep.ddp.options import CheckFinite
 from lockstep.ddp.rider import BackwardState
 from lockstep.errors import NonFiniteGradient
@@ -97,6 +100,54 @@ def note_left_out(found: Mapping[int, Sequence[str]], bad: Sequence[str] = ()) -
     notes.tell(notes.LEFT_OUT, step=flight.current.step, of=of)
 
 
+class NanBuffers:
+    """Finds buffers that forwards have made NaN: no later batch mends a running statistic, and in evaluation the model
+    computes nothing but NaN with it, though its gradients are finite again.
+
+    Nothing is found before :meth:`turn_to` is called.
+    """
+
+    def __init__(self) -> None:
+        self._module: weakref.ref[nn.Module] | None = None
+        #: Names of the buffers that held NaN before, or were named.
+        self._known: frozenset[str] = frozenset()
+
+    def turn_to(self, module: nn.Module) -> None:
+        """Look at the buffers of ``module`` from now on; those that hold NaN already are not named."""
+        self._module = weakref.ref(module)
+        self._known = frozenset(self._now())
+
+    def words(self) -> str:
+        """Return the end of a warning that names the buffers that have become NaN since it was asked last, or ""."""
+        now = self._now()
+        new, self._known = [name for name in now if name not in self._known], self._known.union(now)
+        if not new:
+            return ""
+        return (
+            f". The forward has also left NaN in {listed([*map(repr, new)], most=5)}, where it stays: an evaluation "
+            "would give NaN, and checkpoints of it are not sound. Resume from one before this step, or reset these "
+            "buffers (of a batch norm: reset_running_stats())"
+        )
+
+    def _now(self) -> list[str]:
+        module = None if self._module is None else self._module()
+        return [
+            name
+            for name, buffer in (() if module is None else buffers_of(module))
+            if _holds_numbers(buffer) and not is_finite(buffer) and bool(buffer.isnan().any())
+        ]
+
+
+def _holds_numbers(buffer: Tensor) -> bool:
+    return (
+        buffer.layout is torch.strided
+        and not buffer.is_meta
+        and not is_lazy(buffer)
+        and (buffer.is_floating_point() or buffer.is_complex())
+        and buffer.dtype.itemsize > 1  # torch can't add up the smallest dtypes
+    )
+
+
 class FiniteCheck:
     """A rider that does what ``check_finite`` says with gradients that are not finite.
 
@@ -106,8 +157,8 @@ class FiniteCheck:
     flag too.) Only if a flag is set do the ranks exchange the names of the gradients.
     """
 
-    def __init__(self, policy: CheckFinite, group: dist.ProcessGroup) -> None:
-        self._policy, self._group = policy, group
+    def __init__(self, policy: CheckFinite, group: dist.ProcessGroup, buffers: NanBuffers) -> None:
+        self._policy, self._group, self._buffers = policy, group, buffers
         self._mine: list[str] = []
         #: True if any rank has flagged a gradient of the backward under way; the same on all ranks.
         self._is_flagged = False
@@ -202,7 +253,9 @@ class FiniteCheck:
         concerned = rank in (0, *found)  # the others' warnings would be the same
         if self._policy == "warn":
             if concerned:
-                callsite.warn(f"{what}. The average is not finite either, on all ranks", RuntimeWarning)
+                callsite.warn(
+                    f"{what}. The average is not finite either, on all ranks{self._buffers.words()}", RuntimeWarning
+                )
             return False
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row == MOST_SKIPPED:
@@ -214,6 +267,8 @@ class FiniteCheck:
             note_left_out(found)
         if concerned:
             callsite.warn(
-                f"{what}. No gradient is left on any rank, so the optimizer's step changes nothing", RuntimeWarning
+                f"{what}. No gradient is left on any rank, so the optimizer's step changes nothing"
+                f"{self._buffers.words()}",
+                RuntimeWarning,
             )
         return True

@@ -40,6 +40,7 @@ from lockstep.comm.looks import total_of
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.finite import (
     MOST_SKIPPED,
+    NanBuffers,
     are_sound,
     dense_grads,
     is_finite,
@@ -65,10 +66,12 @@ class StepGuard:
 
     Args:
         group: the ranks that hold replicas.
+        buffers: finds buffers that became NaN.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, buffers: NanBuffers) -> None:
         watch_steps()
+        self._buffers = buffers
         self._group, self._rank, self._world_size = group, dist.get_rank(group), dist.get_world_size(group)
         self._params: list[Parameter] = []
         self._names: dict[int, str] = {}
@@ -284,7 +287,7 @@ class StepGuard:
             callsite.warn(
                 f"{what}. This step of {type(optimizer).__name__} was left out on every rank: neither parameters nor "
                 "the optimizer's state have changed. check_finite= of lockstep.replicate and DistributedDataParallel "
-                f"says what else can be done{self._whether_rank_0()}",
+                f"says what else can be done{self._whether_rank_0()}{self._buffers.words()}",
                 RuntimeWarning,
             )
 

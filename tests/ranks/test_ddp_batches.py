@@ -114,6 +114,67 @@ def test_the_batches_of_different_loaders_are_told_apart() -> None:
         assert expected in str(outcome.message)
 
 
+def _side_by_side(odd: str, one_backward: bool, weighs: bool) -> None:
+    """Labelled batches and others in each step; rank 1 skips one of ``odd``, or takes one twice."""
+    w = lockstep.init(timeout=20)
+    model = lockstep.replicate(mlp())
+    unlabelled, labelled = _loader(), _loader()  # the second is the one with the higher number
+    others = iter(unlabelled)
+    for number, (inputs,) in enumerate(labelled):
+        here = w.rank == 1 and number == 3
+        if here and odd == "labelled":
+            continue
+        if here and odd == "unlabelled":
+            next(others)
+        (more,) = next(others)
+        model.zero_grad()
+        if weighs:
+            w.weigh(len(inputs))
+        if one_backward:
+            differentiate(model(inputs).square().mean() + model(more).square().mean())
+        else:
+            differentiate(model(torch.cat([inputs, more])).square().mean())
+            differentiate(model(more).square().mean())
+    raise AssertionError("nothing was noticed")
+
+
+@pytest.mark.parametrize("weighs", [False, True])
+@pytest.mark.parametrize("one_backward", [False, True])
+@pytest.mark.parametrize("odd", ["labelled", "unlabelled"])
+@OVER_BOTH
+def test_batches_of_loaders_side_by_side_are_all_compared(odd: str, one_backward: bool, weighs: bool) -> None:
+    theirs = {"labelled": (3, 4), "unlabelled": (4, 3)}[odd]
+    for outcome in collect_outcomes(_side_by_side, 2, odd, one_backward, weighs):
+        assert outcome.error == "CollectiveMismatch", outcome.traceback
+        assert (
+            "rank 0: epoch 0, batch 3 of sharded loader 0 and epoch 0, batch 3 of sharded loader 1; "
+            f"rank 1: epoch 0, batch {theirs[0]} of sharded loader 0 and epoch 0, batch {theirs[1]} of sharded loader 1"
+        ) in str(outcome.message)
+
+
+def _of_a_list(odd: str) -> None:
+    w = lockstep.init(timeout=20)
+    model = lockstep.replicate(mlp())
+    batches = list(_loader())
+    for number, (inputs,) in enumerate(reversed(batches) if odd == "order" and w.rank == 1 else batches):
+        if odd == "skips" and w.rank == 1 and number == 2:
+            continue
+        _train(model, inputs)
+    raise AssertionError("nothing was noticed")
+
+
+@pytest.mark.parametrize("odd", ["skips", "order"])
+@OVER_BOTH
+def test_batches_of_a_list_are_compared(odd: str) -> None:
+    words = {
+        "skips": "rank 0: epoch 0, batch 2; rank 1: epoch 0, batch 3",
+        "order": "rank 0: epoch 0, batch 0; rank 1: epoch 0, batch 5",
+    }
+    for outcome in collect_outcomes(_of_a_list, 2, odd):
+        assert outcome.error == "CollectiveMismatch", outcome.traceback
+        assert words[odd] in str(outcome.message)
+
+
 class _Ahead:
     """Fetches in a thread, and gets as far as it gets."""
 
@@ -198,6 +259,21 @@ def _rightly_so() -> None:
             next(shown)
             del shown
         _train(model, torch.ones(2, 5, dtype=torch.float64))
+
+    # One rank alone looks into another loader now and then, and keeps the iterator; in one loop begun anew, too.
+    model = fresh()
+    shown = iter(_loader(96))
+    for _ in range(2):
+        for number, (inputs,) in enumerate(loader):
+            _train(model, inputs)
+            if w.rank == 0 and number % 2:
+                next(shown)
+    del shown
+
+    # A list of batches, of which one rank gives the model what it has made of them, the other the loader's own.
+    model = fresh()
+    for number, (inputs,) in enumerate(list(_loader())):
+        _train(model, inputs if number % 2 == w.rank else inputs * 2)
 
     # In slices, of which the ranks have different numbers.
     model, sliced = fresh(), _loader(slices=3)

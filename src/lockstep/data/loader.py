@@ -601,8 +601,8 @@ class ShardedLoader:
         """Yield one batch, which is in hand meanwhile."""
         world, proportions = self._world, tuple(fetched.sizes) or self._source.shares or ()
         share = BatchShare(fetched.samples, fetched.global_samples, proportions)
-        batch = self._number, self._cursor.epoch, self._cursor.batches
-        world._in_hand.hand_out(self, share, batch, fetched.batch)
+        number = self._number, self._cursor.epoch, self._cursor.batches
+        world._in_hand.hand_out(self, share, number, fetched.batch)
         self._advance(fetched)
         flight.current.batch += fetched.samples
         yield fetched.batch
@@ -705,7 +705,7 @@ class ShardedLoader:
         finally:
             if self._pass is mine or self._pass is None:  # otherwise a newer pass has the batch in hand
                 rank_stream.finish(self)
-                world._in_hand.take_back(self)
+                world._in_hand.take_back(self, is_whole=self._last_pass.is_over)
             self._tell_balance()
 
     def _tell_balance(self) -> None:

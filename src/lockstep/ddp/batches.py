@@ -7,7 +7,7 @@ or that skips, repeats or reorders batches, goes on as if nothing had happened: 
 and gradients of different batches, even of different epochs, make one average. If the numbers of steps are equal in
 the end, nothing ever reveals it. But the loader knows the epoch and the number of the batch in hand, which are the
 same on all ranks, and so a training forward that takes its share (Note [Batches in hand] in ``step/share.py``) takes
-these too.
+these too. Where loaders are read side by side, it takes those of a batch of each.
 
 They travel in the flags of the last bucket (Note [Bucket layout]): each bit of a digest of them has a flag for "it is
 1" and one for "it is 0", as in Note [Replicas compared], so that a difference shows on every rank, whatever the dtype.
@@ -15,6 +15,7 @@ Two batches have the same digest by accident once in 2¹² pairs, and the next p
 which batch it is in sets no flag, and differs from no other:
 
 - the batch was handed out to another thread, which fetches ahead for the one that computes, as far as it gets;
+- the loop goes over a list of batches, and the model is given none of their tensors;
 - inside ``join``, where ranks rightly run out of data;
 - no forward belongs to the gradients, or the replicas are not the whole world's.
 
@@ -103,15 +104,14 @@ def _rows(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _digest(identity: BatchId) -> int:
     """Return a number of _BITS bits for a batch, the same on all ranks, whatever their machines and Pythons."""
-    if not identity:
-        return 0
-    loader, epoch, batch = identity
-    number = (1 + batch + epoch * _OF_EPOCHS + loader * _OF_LOADERS) * _GOLDEN
-    return (number & 0xFFFFFFFFFFFFFFFF) >> (64 - _BITS)
+    number = 0
+    for loader, epoch, batch in identity:
+        number = (number + 1 + batch + epoch * _OF_EPOCHS + loader * _OF_LOADERS) * _GOLDEN & 0xFFFFFFFFFFFFFFFF
+    return number >> (64 - _BITS)
 
 
-def _words(told: Sequence[Sequence[int] | None]) -> str:
-    several = len({each[0] for each in told if each}) > 1
+def _words(told: Sequence[Sequence[Sequence[int]] | None]) -> str:
+    several = len({loader for each in told if each for loader, _, _ in each}) > 1
     words = []
     for rank, identity in enumerate(told):
         if identity is None:
@@ -119,7 +119,9 @@ def _words(told: Sequence[Sequence[int] | None]) -> str:
         elif not identity:
             said = "no batch in hand"
         else:
-            loader, epoch, batch = identity
-            said = f"epoch {epoch}, batch {batch}" + (f" of sharded loader {loader}" if several else "")
+            said = " and ".join(
+                f"epoch {epoch}, batch {batch}" + (f" of sharded loader {loader}" if several else "")
+                for loader, epoch, batch in identity
+            )
         words.append(f"rank {rank}: {said}")
     return "; ".join(words) + (" (loaders in the order in which they were made)" if several else "")

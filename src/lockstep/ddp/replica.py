@@ -34,7 +34,7 @@ from lockstep.errors import LockstepError
 from lockstep.job import flight
 from lockstep.job.page import Phase
 from lockstep.step import slicing, streams
-from lockstep.step.share import BatchesInHand, BatchId, Items
+from lockstep.step.share import BatchesInHand, BatchId, Items, latest_of
 
 #: Returns whether a forward is part of a function that torch.func transforms, and so of no training step.
 _transformed = _torch.transforms_active()
@@ -320,7 +320,7 @@ class Replica(Joinable, BackwardListener):
             raise of_other_slice(self.whoami())
         # A backward need not come through the same forward first on all ranks, so the latest batch is taken.
         if forward.batch is not None:
-            self._batch = max(self._batch or (), forward.batch)
+            self._batch = latest_of(self._batch or (), forward.batch)
         if self.items_of(forward) is not self._items:
             raise refusals.weighed_apart(self.whoami())
         if self._items is None and forward.weight != current.weight:

@@ -42,6 +42,10 @@ backward has no part in it), less
   side by side, and are remembered as such;
 - those that a forward without gradients has had, once another loader hands out a batch: an evaluation between two steps
   (``model(next(validation))`` under ``torch.no_grad``) is over then.
+
+Which batches a step has is also compared between the ranks (Note [Batches compared] in ``ddp/batches.py``). There a
+batch of another loader than the last one counts only if batches of both have come in each of the last two steps: one
+rank alone may look into a loader from time to time.
 """
 
 from __future__ import annotations
@@ -60,8 +64,10 @@ from lockstep.errors import LockstepError
 from lockstep.step.ahead import ReadAhead
 from lockstep.trees import leaves
 
-#: The number of a loader, the epoch, and the number of the batch in it, from 0; empty: no batch.
-BatchId = tuple[int, ...]
+#: The number of a loader, the epoch, and the number of the batch in it, from 0.
+BatchNumber = tuple[int, int, int]
+#: The batches that gradients come from, by their loaders; empty: no batch.
+BatchId = tuple[BatchNumber, ...]
 
 #: Upper limit of the ranks' item counts, below which sums are exact.
 MOST_ITEMS = 2**48
@@ -139,18 +145,26 @@ class Taken(NamedTuple):
     weight: float
     #: The items counted for it, unless an earlier backward took them; see Note [Counted items].
     items: Items | None
-    #: The batch in hand, empty if there is none; None: another thread holds one.
+    #: The batches in hand, empty if there is none; None: they are not known.
     batch: BatchId | None
+
+
+def latest_of(one: BatchId, two: BatchId) -> BatchId:
+    """Return the batches of both, of each loader the latest."""
+    found: dict[int, BatchNumber] = {}
+    for each in (*one, *two):
+        found[each[0]] = max(each, found.get(each[0], each))
+    return tuple(found[loader] for loader in sorted(found))
 
 
 class _BatchAhead:
     """A batch that a loader has handed out in a pass that reads ahead."""
 
-    __slots__ = ("__weakref__", "_loader", "share")
+    __slots__ = ("__weakref__", "_loader", "number", "share")
 
-    def __init__(self, loader: object, share: BatchShare) -> None:
+    def __init__(self, loader: object, share: BatchShare, number: BatchNumber | None) -> None:
         self._loader = ref(loader)  # a list of batches keeps no loader alive
-        self.share = share
+        self.share, self.number = share, number
 
     @property
     def loader(self) -> object:
@@ -176,26 +190,28 @@ class _Pass:
     """A pass over a loader: its batch in hand, and what became of that since the last backward."""
 
     __slots__ = (
-        "ahead", "batch", "came", "evaluated", "is_over", "is_said", "is_used", "loader", "read", "share", "thread",
-        "trail", "unread",
+        "ahead", "beside", "came", "evaluated", "is_over", "is_said", "is_used", "loader", "number", "read", "share",
+        "thread", "trail", "unread",
     )  # fmt: skip
 
     def __init__(self, loader: object) -> None:
         self.loader = loader
         self.share: BatchShare | None = None
-        self.batch: BatchId | None = None
+        self.number: BatchNumber | None = None
         #: Identifier of the thread that got the batch.
         self.thread = 0
         #: True if a batch has come; True if a forward without gradients has had it.
         self.came = self.evaluated = False
+        #: In how many steps in a row batches of another loader came as well.
+        self.beside = 0
         #: The share of the batch that was there when a forward with gradients came.
         self.read: BatchShare | None = None
         #: True if the script has said what the batch weighs; True if a backward has begun since.
         self.is_said = self.is_used = False
         #: The batch itself, until a forward comes; None if no loop may read ahead.
         self.unread: object = None
-        #: The last two batches: the first tensor of each, and its share.
-        self.trail: list[tuple[ref[object] | None, BatchShare]] = []
+        #: The last two batches: the first tensor of each, its share and its number.
+        self.trail: list[tuple[ref[object] | None, BatchShare, BatchNumber | None]] = []
         #: What is known of a loop that reads ahead; None: it does not.
         self.ahead: _AheadOfModel | None = None
         #: True if the pass is over, and a batch of it is in hand since a forward was given that.
@@ -223,6 +239,9 @@ class BatchesInHand:
         self._ahead: ReadAhead[_BatchAhead] | None = None
         #: True from the end of such a pass to the next forward that is in no pass and knows no batch.
         self._has_ended_ahead = False
+        #: True once such a pass has ended, so that a forward in no pass may be of a batch of it. (A loop that is left with
+        #: a batch that no forward has had is none.)
+        self._is_listed = False
         #: True while a forward that knew no batch waits for its backward.
         self._awaits_unknown = False
         #: The loaders warned of.
@@ -301,13 +320,15 @@ class BatchesInHand:
         others = {each.loader for each in self._passes if each.loader is not loader}
         self._around[loader] = others - set(self._beside.get(loader, ()))
 
-    def hand_out(self, loader: object, share: BatchShare, batch: BatchId | None = None, content: object = None) -> None:
+    def hand_out(
+        self, loader: object, share: BatchShare, number: BatchNumber | None = None, content: object = None
+    ) -> None:
         """Note that ``loader`` hands out a batch.
 
         Args:
             loader: the loader.
             share: this rank's of the batch.
-            batch: which one, if that is to be the same on all ranks.
+            number: which one, if that is to be the same on all ranks.
             content: what it hands out, a tree; None: no other batch comes before it was used.
         """
         passes = self._passes
@@ -322,7 +343,7 @@ class BatchesInHand:
         if mine.ahead is None and (mine.unread is not None or is_kept or thread != self._thread):
             self._begin_ahead(mine)
         if mine.ahead is not None:
-            self._remember(mine.ahead, _BatchAhead(loader, share), content)
+            self._remember(mine.ahead, _BatchAhead(loader, share, number), content)
             if mine.ahead.known is not None and thread != self._thread:
                 return  # what the model computes with is in hand still
             mine.ahead.known = None
@@ -332,14 +353,17 @@ class BatchesInHand:
                 first = next(iter(content.values()), None)
             elif isinstance(content, (list, tuple)):
                 first = content[0] if content else None
-            mine.trail = [*trail[-1:], (ref(first) if isinstance(first, Tensor) else None, share)]
-        mine.share, mine.batch, mine.thread, mine.unread = share, batch, thread, content
+            mine.trail = [*trail[-1:], (ref(first) if isinstance(first, Tensor) else None, share, number)]
+        mine.share, mine.number, mine.thread, mine.unread = share, number, thread, content
         mine.came, mine.evaluated, mine.is_said = True, False, False
 
     def _begin_ahead(self, mine: _Pass) -> None:
         """Note that a pass reads ahead; remember the last batches, as far as they live."""
         mine.ahead, trail, mine.trail = _AheadOfModel(), mine.trail, []
-        batches = [(_BatchAhead(mine.loader, share), None if first is None else first()) for first, share in trail]
+        batches = [
+            (_BatchAhead(mine.loader, share, number), None if first is None else first())
+            for first, share, number in trail
+        ]
         for batch, first in batches:
             self._remember(mine.ahead, batch, first)
         if batches and mine.unread is not None:
@@ -364,11 +388,12 @@ class BatchesInHand:
         self._passes = [*others, mine]
         return mine
 
-    def take_back(self, loader: object) -> None:
-        """Note that the pass over ``loader`` is over."""
+    def take_back(self, loader: object, *, is_whole: bool = False) -> None:
+        """Note that the pass over ``loader`` is over; ``is_whole``: its loop has come to the end."""
         mine = next((each for each in self._passes if each.loader is loader), None)
         if mine is not None:
             self.over = mine.share
+            self._is_listed |= mine.ahead is not None or (is_whole and mine.unread is not None)
             if mine.unread is not None and mine.ahead is None:
                 self._begin_ahead(mine)
             self._has_ended_ahead |= mine.ahead is not None
@@ -392,11 +417,18 @@ class BatchesInHand:
         thread = self._thread = get_ident()
         known = None if self._ahead is None else self._take_up(self._ahead.find(inputs), inputs, for_backward)
         mine = self._passes[-1] if self._passes else None
-        share, batch = (self._base, ()) if mine is None or mine.is_over else (mine.share, mine.batch)
+        share = self._base if mine is None or mine.is_over else mine.share
         if known is not None:  # (whatever a thread that reads ahead has put in hand meanwhile)
             share = known
-        if mine is not None and mine.thread != thread:
+        batch: BatchId | None
+        if mine is None:
+            batch = None if self._is_listed else ()
+        elif mine.thread != thread or mine.number is None:
             batch = None
+        elif mine.is_over and not self._is_listed:
+            batch = ()
+        else:
+            batch = (mine.number,) if len(self._passes) == 1 else self._numbers(mine)
         items = self.items if self._counts else None
         for each in self._passes:
             each.unread = None
@@ -416,6 +448,12 @@ class BatchesInHand:
                 items.is_taken, items = True, None
         weight = 1.0 if share is None or isinstance(share, Items) else share.weight(self._world_size)
         return Taken(weight, items, batch)
+
+    def _numbers(self, mine: _Pass) -> BatchId:
+        """Return the batch of a pass and of those that are read beside it, by their loaders."""
+        fresh = [each for each in self._passes if each.came and not each.evaluated] or self._passes
+        others = [each.number for each in fresh if each.beside > 1 and each.thread == mine.thread]
+        return tuple(sorted({each for each in (mine.number, *others) if each is not None}))
 
     def _take_up(self, batches: list[_BatchAhead], inputs: object, for_backward: bool) -> BatchShare | None:
         """Have batches in hand that a forward is given; see Note [Batches read ahead] in ``ahead.py``.
@@ -455,7 +493,13 @@ class BatchesInHand:
     def _stand_in(self, batch: _BatchAhead) -> _Pass:
         """Return what stands for the pass of a batch whose pass is over."""
         over = _Pass(batch)
-        over.share, over.thread, over.came, over.is_over = batch.share, self._thread, True, True
+        over.share, over.number, over.thread, over.came, over.is_over = (
+            batch.share,
+            batch.number,
+            self._thread,
+            True,
+            True,
+        )
         return over
 
     def _share_of_unknown(self, live: list[_Pass], inputs: object, for_backward: bool) -> BatchShare | None:
@@ -546,6 +590,10 @@ class BatchesInHand:
 
     def _begin_anew(self) -> None:
         """A backward has begun, or the script has said what weighs: what comes from now on is for the next one."""
+        if len(self._passes) > 1:
+            fresh = [each for each in self._passes if each.came and not each.evaluated]
+            for each in self._passes if fresh else ():
+                each.beside = each.beside + 1 if each in fresh and len(fresh) > 1 else 0
         for each in self._passes:
             each.came, each.evaluated, each.read, each.is_used = False, False, None, True
 

@@ -236,6 +236,28 @@ class Extremes(nn.Module):
         return out
 
 
+class Named(nn.Module):
+    """With a value whose name says that it is a mean over samples, and that is another kind of value."""
+
+    def __init__(self, first: Tensor, kind: str) -> None:
+        super().__init__()
+        self.net, self._kind = nn.Linear(10, 5), kind
+        self.register_buffer("running_value", first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        value = self.get_buffer("running_value")
+        if self.training:
+            with torch.no_grad():
+                if self._kind == "least":
+                    value.copy_(torch.minimum(value, out.min()))
+                elif self._kind == "count":
+                    value += len(x)
+                else:
+                    value += torch.histc(out.float(), bins=len(value), min=-1, max=1).to(value.dtype)
+        return out
+
+
 class Normalised(nn.Module):
     """With moments of its inputs over all samples so far, and how many these were, as agents have them."""
 
@@ -289,6 +311,13 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (Normalised, "buffer 'count' of Normalised counts samples: slice 0 of "),
     (Counting, "buffer 'seen' of Counting holds a whole number that slice 0 changed by"),
     (_quantized, "' of FakeQuantize holds a whole number"),
+    (
+        lambda: Named(torch.tensor(0), "count"),
+        "buffer 'running_value' of Named holds a whole number that slice 0 changed",
+    ),
+    (lambda: Named(torch.tensor(1e-4), "count"), "buffer 'running_value' of Named counts samples: slice 0 of "),
+    (lambda: Named(torch.zeros(4, dtype=torch.int64), "histogram"), "buffer 'running_value' of Named "),
+    (lambda: Named(torch.tensor(float("inf")), "least"), "buffer 'running_value' of Named began as an infinite value"),
 ]
 
 

@@ -10,14 +10,16 @@ those after the first slice: a step counts as one.
 
 That is right for statistics, which are means over samples (or decaying means of such), and for buffers that every slice
 changes alike. It is wrong for values that a forward stores sample by sample: a queue of keys, codes that are replaced,
-the smallest value seen. The buffers of torch's norm layers are taken as statistics, and so is any buffer whose name
-begins with ``running_``. Other buffers are judged by what the slices do to them. A buffer is refused
+the smallest value seen. The buffers of torch's norm layers are taken as statistics. Other buffers are judged by what
+the slices do to them. A buffer is refused
 
 - of whole numbers that the slices change differently, or by something else than a count of forwards: a queue's place;
-- of which the slices write different elements, or write some to different values and leave others: codes, queues;
-- whose rows a slice has moved along: a queue again;
 - that a slice moves by the number of its samples: a count of them, which a mean over slices makes too small;
-- that begins as an infinite value: a smallest or largest value seen so far.
+- that begins as an infinite value: a smallest or largest value seen so far;
+- of which the slices write different elements, or write some to different values and leave others: codes, queues;
+- whose rows a slice has moved along: a queue again.
+
+The last two are not looked for in a buffer whose name begins with ``running_``, which says that it holds means.
 
 Each slice leaves a mark of what it did to a buffer. The marks of all slices of all ranks must be the same, so whether a
 buffer is refused does not depend on which rank had which slice, and all ranks refuse it together.
@@ -60,7 +62,7 @@ class SlicedBuffers:
     def __init__(self, module: nn.Module, buffers: Sequence[Tensor]) -> None:
         self.buffers = list(buffers)
         self._base = [buffer.detach().clone() for buffer in buffers]
-        self._names = _names_of(module, self.buffers)
+        self._names, self._means = _names_of(module, self.buffers)
         #: Index -> whole-number buffer after the step's first slice, on the rank that has it.
         self._counts: dict[int, Tensor] = {}
         #: The marks of this rank's first slice, and that slice's number.
@@ -101,7 +103,7 @@ class SlicedBuffers:
                 change = torch.where(now_ == then, 0.0, now_ - then)
                 moved.append(torch.where(then.isinf(), now_, change).mul_(part))
                 if name:
-                    self._mark_real(step, number, name, now_, then, marks, forwards=forwards)
+                    self._mark_real(step, number, index, now_, then, marks, forwards=forwards)
             else:
                 if is_first:
                     self._counts[index] = buffer.detach().clone()
@@ -152,11 +154,12 @@ class SlicedBuffers:
     # Refusals -------------------------------------------------------------------------------------------------------
 
     def _mark_real(
-        self, step: SlicedStep, number: int, name: str, now: Tensor, then: Tensor, marks: Marks, *, forwards: int
+        self, step: SlicedStep, number: int, index: int, now: Tensor, then: Tensor, marks: Marks, *, forwards: int
     ) -> None:
         same = (now == then) | (now.isnan() & then.isnan())
         if bool(same.all()):
             return
+        name, size = self._names[index], step.cut.sizes[number]
         if bool((then.isinf() & ~same).any()):
             step.note_mistake(
                 f"buffer {name} began as an infinite value and was changed in slice {number}, as a smallest or largest "
@@ -164,17 +167,18 @@ class SlicedBuffers:
                 "the steps give it its first value if it is a moving average of them; else leave it fixed while you "
                 f"train in slices (an observer of quantization: disable_observer). {_ADVICE}"
             )
+        elif not bool(same.any()) and any(_moved_by(now, then, size * times) for times in (1, forwards)):
+            step.note_mistake(
+                f"buffer {name} counts samples: slice {number} of {size} has increased it by that number. "
+                "The mean over slices is the size of a slice, not of the batch, so what is weighed by that count "
+                f"would be wrong. {_ADVICE}"
+            )
+        elif index in self._means:
+            return
         elif bool(same.any()):
             marks[name] = f"some:{_digest(same)}:{_digest(now)}"
         else:
             marks[name] = "all"
-            size = step.cut.sizes[number]
-            if any(_moved_by(now, then, size * times) for times in (1, forwards)):
-                step.note_mistake(
-                    f"buffer {name} counts samples: slice {number} of {size} has increased it by that number. "
-                    "The mean over slices is the size of a slice, not of the batch, so what is weighed by that count "
-                    f"would be wrong. {_ADVICE}"
-                )
             if self._first is None and _rows_moved(now, then):
                 step.note_mistake(
                     f"buffer {name} is a queue: slice {number} has moved its rows along. Every slice of a step begins "
@@ -262,16 +266,21 @@ def _is_averaged(buffer: Tensor) -> bool:
     return buffer.is_floating_point() or buffer.is_complex()
 
 
-def _names_of(module: nn.Module, buffers: Sequence[Tensor]) -> list[str]:
-    """Return the name of each buffer for messages; "" for statistics, which need not be looked at."""
+def _names_of(module: nn.Module, buffers: Sequence[Tensor]) -> tuple[list[str], set[int]]:
+    """Return the name of each buffer for messages, "" for those of torch's norm layers, which need not be looked at.
+
+    Returns:
+        The names, and the indices of the buffers whose names say that they hold means.
+    """
     said: dict[int, str] = {}
+    means: set[int] = set()
     for path, part in module.named_modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and id(buffer) not in said:
-                is_statistic = isinstance(part, _NormBase) or name.startswith("running_")
                 full = f"{path}.{name}" if path else name
-                said[id(buffer)] = "" if is_statistic else f"'{full}' of {type(part).__name__}"
-    return [said.get(id(buffer), "") for buffer in buffers]
+                said[id(buffer)] = "" if isinstance(part, _NormBase) else f"'{full}' of {type(part).__name__}"
+                means.update([id(buffer)] if name.startswith("running_") else ())
+    return [said.get(id(buffer), "") for buffer in buffers], {i for i, each in enumerate(buffers) if id(each) in means}
 
 
 def _moved_by(now: Tensor, then: Tensor, samples: int) -> bool:

@@ -57,6 +57,30 @@ def test_nothing_is_said_where_they_are_equal_or_need_not_be(how: str) -> None:
     assert run_ranks(_ends, 2, how, True) == [[], []]
 
 
+def _never_averages() -> list[str]:
+    w = lockstep.init(timeout=20)
+    model = lockstep.replicate(mlp())
+    for step in range(2):
+        with lockstep.no_sync(model):
+            differentiate(squares(model, w.rank, step))
+        with torch.no_grad():
+            for param in model.parameters():
+                assert param.grad is not None
+                param.sub_(param.grad, alpha=0.1)
+                param.grad = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lockstep.shutdown()
+    return [str(each.message) for each in caught]
+
+
+@OVER_BOTH
+def test_a_run_that_never_averages_and_steps_by_hand_is_told_of() -> None:
+    said = [text for texts in run_ranks(_never_averages, 2) for text in texts]
+    assert said
+    assert all("is not the same on all ranks at the end of the job: rank 0 differs from rank 1" in text for text in said)
+
+
 def _leaves_alone() -> float:
     """One rank ends, the other does not: it must not be waited for."""
     import time

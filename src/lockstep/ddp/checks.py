@@ -100,6 +100,11 @@ class GradientChecks:
         """Return whether each rank's share of a sum is looked at while it is made; see ``comm/looks.py``."""
         return self._guard is not None
 
+    @property
+    def has_accumulated(self) -> bool:
+        """Return whether a backward has ended without an average."""
+        return self._unaveraged is not None and self._unaveraged.has_seen
+
     def riders(self, param: Parameter | None, *, batches: bool) -> list[Rider]:
         """Return the riders, which travel with the gradients.
 

@@ -186,9 +186,9 @@ class Replica(Joinable, BackwardListener):
             handle.remove()
 
     def at_end(self) -> tuple[str, list[tuple[str, str]]] | None:
-        """Return a name and the digests that the ranks compare at the end of the job; None if nothing was averaged."""
+        """Return a name and the digests that the ranks compare at the end of the job; None if nothing was trained."""
         has_sliced = self._slices is not None and self._slices.has_trained
-        if not self.reducer.params or not (self.reducer.step or has_sliced):
+        if not self.reducer.params or not (self.reducer.step or has_sliced or self.checks.has_accumulated):
             return None
         return f"the replica of {len(self.reducer.params)} parameters", self.reducer.digests()
 

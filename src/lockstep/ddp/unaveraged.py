@@ -43,6 +43,8 @@ class Unaveraged:
         watch_steps()
         self._group, self._reducer = group, reducer
         self._is_off = False
+        #: True once a backward has ended without an average: its gradients may reach the parameters, if only by hand.
+        self.has_seen = False
         #: Ids of parameters whose gradients the ranks have compared since the last backward.
         self._compared: set[int] = set()
 
@@ -56,6 +58,7 @@ class Unaveraged:
         if is_averaged:
             quiet(self)
         elif not self._is_off:
+            self.has_seen = True
             self._compared.clear()
             alert(self)
 

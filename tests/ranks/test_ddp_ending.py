@@ -78,7 +78,9 @@ def _never_averages() -> list[str]:
 def test_a_run_that_never_averages_and_steps_by_hand_is_told_of() -> None:
     said = [text for texts in run_ranks(_never_averages, 2) for text in texts]
     assert said
-    assert all("is not the same on all ranks at the end of the job: rank 0 differs from rank 1" in text for text in said)
+    assert all(
+        "is not the same on all ranks at the end of the job: rank 0 differs from rank 1" in text for text in said
+    )
 
 
 def _leaves_alone() -> float:

@@ -53,6 +53,8 @@ _PLANTED = {
     "cutmix": ("samples mixed within each rank's part", True, "their sum is the same"),
     "padded_texts": ("samples padded to the longest of each rank's part", False, "a sample is of shape"),
     "gathered": ("a loss over what is gathered from all ranks", True, "they have 8 and 7 samples"),
+    "gathered_equally": ("a loss over what is gathered from all ranks", False, "and the loss is that of one rank"),
+    "centred": ("a loss over what is gathered from all ranks", False, "and had 7 and 8 samples"),
     "one_rank_writes": ("a step that is not the same on all ranks", True, "and others when step 2 begins"),
     "rate_by_rank": (
         "options of the optimizer that differ between the ranks",

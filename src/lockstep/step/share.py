@@ -239,8 +239,8 @@ class BatchesInHand:
         self._ahead: ReadAhead[_BatchAhead] | None = None
         #: True from the end of such a pass to the next forward that is in no pass and knows no batch.
         self._has_ended_ahead = False
-        #: True once such a pass has ended, so that a forward in no pass may be of a batch of it. (A loop that is left with
-        #: a batch that no forward has had is none.)
+        #: True once such a pass has ended, so that a forward in no pass may be of a batch of it. (A loop that was left
+        #: before a forward had its batch is none.)
         self._is_listed = False
         #: True while a forward that knew no batch waits for its backward.
         self._awaits_unknown = False

@@ -25,7 +25,8 @@ Where the difference is beyond that, but small (less than ``CLOSE`` of the gradi
 itself: a ReLU's input that rounding takes across 0, or Adam with a gradient near 0, whose sign decides. So a second run
 is nudged, by 256 times as much, which meets hundreds of times as many such steps, and the difference may be
 ``FACTOR_FAR`` times its. Where runs have grown so far apart that gradients differ by more than ``CLOSE``, and rounding
-would explain half of a gradient, nothing can be said any more, and the verdict says from which step on.
+would explain half of a gradient, nothing can be said any more, and the verdict says from which step on. (Half of what
+that gradient is where it is largest: one that is 0 but for rounding in a step says nothing of the next.)
 
 Note [What the loss is]
 ~~~~~~~~~~~~~~~~~~~~~~~
@@ -409,12 +410,12 @@ def judge(difference: Distance, nudged: Sequence[Nudged]) -> Judgement:
         if found.size and found[worst] > FACTOR * spacing:
             step = next(each.step for each in difference.steps if each.optimizer == optimizer)
             return Judgement(FindingKind.DIFFERENT, step - 1, Stage.START, worst, float(found[worst]))
-    noise = _Noise(nudged, spacing)
+    noise, largest = _Noise(nudged, spacing), _largest(difference.steps)
     for each in difference.steps:
         found_here = _judge_step(each, noise, difference)
         if found_here is not None:
             return found_here
-        if noise.is_blind(each):
+        if noise.is_blind(each, largest[each.optimizer]):
             return Judgement(FindingKind.ROUNDING, conclusive=each.step - 1)
     if not difference.same_counts:
         return Judgement(FindingKind.DIFFERENT, len(difference.steps) + 1, Stage.COUNT)
@@ -460,6 +461,14 @@ def _apart(each: StepDifference, digests: Sequence[Sequence[str]]) -> Judgement:
     return Judgement(FindingKind.DIFFERENT, each.step, Stage.APART, tensor)
 
 
+def _largest(steps: Sequence[StepDifference]) -> dict[int, Array]:
+    """Return, for each optimizer, the sizes of its gradients in the step where they are largest."""
+    found: dict[int, Array] = {}
+    for each in steps:
+        found[each.optimizer] = np.maximum(found.get(each.optimizer, 0.0), each.gradient_sizes)
+    return found
+
+
 class _Noise:
     """The differences by rounding so far, by the nudged runs: see Note [Nudged runs]."""
 
@@ -486,11 +495,16 @@ class _Noise:
         spacings = np.array(difference.first.optimizer(each.step).spacings)
         return self._allowed(each, self._updates, spacings * each.parameter_sizes)
 
-    def is_blind(self, each: StepDifference) -> bool:
-        """Return whether most gradients differ much, and rounding would explain half of a gradient and more."""
-        some = each.gradient_sizes > 0
-        explained = self.gradients(each)[some] / each.gradient_sizes[some]
-        found = each.gradients[some] / each.gradient_sizes[some]
+    def is_blind(self, each: StepDifference, sizes: Array) -> bool:
+        """Return whether most gradients differ much, and rounding would explain half of a gradient and more.
+
+        Args:
+            each: the step.
+            sizes: of the gradients in the step where they are largest.
+        """
+        some = sizes > 0
+        explained = self.gradients(each)[some] / sizes[some]
+        found = each.gradients[some] / sizes[some]
         return bool(some.any() and np.median(explained) > _HALF and np.median(found) > CLOSE)
 
     def _allowed(self, each: StepDifference, noise: dict[tuple[int, int], Array], least: Array) -> Array:

@@ -135,6 +135,7 @@ class Observer:
         self._norms: dict[str, None] = {}
         self._dropouts: dict[str, None] = {}
         self._gathers: dict[str, None] = {}
+        self._sums: dict[str, None] = {}
         self._before: list[str] = []
         self._numbers: dict[str, Array] = {}
         self._gradients: list[str | None] = []
@@ -352,6 +353,7 @@ class Observer:
             list(self._norms),
             list(self._dropouts),
             list(self._gathers),
+            list(self._sums),
         )
         self._writer.add_step(note, self._numbers)
         self._reset()
@@ -411,14 +413,14 @@ class Observer:
 
     # What else the script does ---------------------------------------------------------------------------------------
 
-    def gathers(self, tensor: Any, caller: FrameType) -> None:
-        """Note that the script gathers outputs from all ranks."""
+    def exchanges(self, tensor: Any, caller: FrameType, *, adds: bool) -> None:
+        """Note that the script gathers outputs from all ranks, or ``adds`` them up."""
         if self._losses or self._depth or not self._batches or threading.get_ident() != self._thread:
             return
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dim():
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and (tensor.numel() > 1 if adds else tensor.dim()):
             frame = callsite.user_frame(caller)
             if frame is not None:
-                self._gathers[callsite.words(frame.f_code, frame.f_lineno)] = None
+                (self._sums if adds else self._gathers)[callsite.words(frame.f_code, frame.f_lineno)] = None
 
     def note_process(self, what: str, *, trains: bool) -> None:
         """Write down that the script starts a process, and whether that one trains."""
@@ -593,7 +595,7 @@ def observe(assignment: Assignment, *, rank: int, world_size: int) -> Observer:
 
     torch.autograd.backward = backward
     os.register_at_fork(after_in_child=_leave)
-    _watch_gathers()
+    _watch_exchanges()
     _watch_processes()
     if assignment.names_operations:
         _listen_for_operations(observer)
@@ -608,21 +610,22 @@ def _leave() -> None:
     _observer = None
 
 
-def _watch_gathers() -> None:
-    """Watch where the script gathers tensors; lockstep's own gathers do not count."""
-    for name, place in (("all_gather", 1), ("all_gather_into_tensor", 1)):
+def _watch_exchanges() -> None:
+    """Watch where the script gathers tensors or adds them up; lockstep's own collectives do not count."""
+    for name, place in (("all_gather", 1), ("all_gather_into_tensor", 1), ("all_reduce", 0)):
+        watched = _watched(getattr(distributed_c10d, name), place, adds=name == "all_reduce")
         for home in (dist, distributed_c10d):
-            setattr(home, name, _watched_gather(getattr(distributed_c10d, name), place))
+            setattr(home, name, watched)
 
 
-def _watched_gather(gather: Callable[..., Any], place: int) -> Callable[..., Any]:
-    @functools.wraps(gather)
+def _watched(collective: Callable[..., Any], place: int, *, adds: bool) -> Callable[..., Any]:
+    @functools.wraps(collective)
     def watched(*args: Any, **options: Any) -> Any:
         caller = sys._getframe(1)
         if _observer is not None and not str(caller.f_globals.get("__name__")).startswith("lockstep."):
             given = options.get("tensor", options.get("input_tensor"))
-            _observer.gathers(args[place] if len(args) > place else given, caller)
-        return gather(*args, **options)
+            _observer.exchanges(args[place] if len(args) > place else given, caller, adds=adds)
+        return collective(*args, **options)
 
     return watched
 

@@ -530,6 +530,20 @@ def _loss(difference: Distance, step: int, nudged: Sequence[Nudged]) -> list[Rea
                 sure=False,
             )
         ]
+    seen = [note for at in range(1, step + 1) for note in difference.other.at(at)]
+    sums, counts = dict.fromkeys(line for note in seen for line in note.sums), sorted({_count(note) for note in seen})
+    if sums and len(counts) > 1:
+        return [
+            Reason(
+                Cause.GATHERED,
+                f"in step {step} samples and outputs are those of one rank, the loss is {weighted:.6g} in place of "
+                f"{one:.6g}; up to there the ranks add up at {listed([*sums], most=2)}, and had "
+                f"{joined(map(str, counts))} samples",
+                "a mean of the ranks' means is not the mean over samples if these are not equally many: take it of the "
+                "rows of lockstep.gathered (docs/gathered.md) or by world.mean, or keep batches equal (drop_last=True)",
+                sure=False,
+            )
+        ]
     return [
         Reason(
             Cause.LOSS,

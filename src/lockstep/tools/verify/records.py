@@ -113,6 +113,8 @@ class StepNote:
     dropouts: list[str] = field(default_factory=list)
     #: Lines of the script that gathered float tensors from all ranks, between a forward and its backward.
     gathers: list[str] = field(default_factory=list)
+    #: Lines that added up float tensors of several elements over all ranks there.
+    sums: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

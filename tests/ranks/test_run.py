@@ -197,7 +197,10 @@ def test_auto_is_one_rank_for_two_cores(tmp_path: Path) -> None:
         (["-n", "-1", "train.py"], "-n -1: expected a whole number of ranks"),
         (["-n", "two", "train.py"], "-n two: expected a whole number of ranks"),
         (["-n", "2", "--grace", "-1", "train.py"], "--grace=-1"),
-        (["-n", "2", "--log-dir", "train.py/logs", "train.py"], "logs can't be written to train.py/logs"),
+        (
+            ["-n", "2", "--log-dir", "train.py/logs", "train.py"],
+            "logs can't be written to {folder}/train.py/logs: Not a directory",
+        ),
         (["-n", "2", "--nosuch", "train.py"], "No such option"),
         (["-n", "2", "--nnodes", "2", "--node-rank", "2", "train.py"], "--node_rank=2 does not fit --nnodes=2"),
         (["-n", "2", "--nnodes", "2", "--standalone", "train.py"], "--standalone is for jobs on one machine"),
@@ -208,7 +211,7 @@ def test_bad_input_is_one_line_and_starts_nothing(tmp_path: Path, arguments: lis
     (tmp_path / "train.py").write_text("open('started', 'w')")
     done = run(["lockstep", "run", *arguments], tmp_path)
     assert done.code == 2, done
-    assert text in done.err.splitlines()[-1]
+    assert text.format(folder=tmp_path) in done.err.splitlines()[-1]
     assert "Traceback" not in done.err
     assert not (tmp_path / "started").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -119,6 +120,37 @@ def test_a_folder_that_is_removed_meanwhile_changes_no_exit_code(what: str, code
     assert (done.code, "Traceback" in done.err) == (code, False)
     if what == "job":
         assert done.err.count("was removed while the job runs") == 1
+
+
+_TRAINS = """
+import torch, lockstep
+lockstep.init()
+model = lockstep.replicate(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("what", ["logs", "cwd"])
+def test_a_record_that_is_removed_meanwhile_changes_no_exit_code(what: str, code: int, tmp_path: Path) -> None:
+    """The folder is named relative to the one that the job runs in, which may be gone by the time it is told of."""
+    work, go, notice = tmp_path / "work", tmp_path / "go", tmp_path / "notice"
+    work.mkdir()
+    (tmp_path / "train.py").write_text(_TRAINS + _WAITS.format(go=str(go), code=code))
+    command = ["lockstep", "run", "-n", "2", "--log-dir", "logs", "--notify", f"cat > {notice}"]
+    with start([*command, str(tmp_path / "train.py")], work, torch=True) as job:
+        record = work / "logs" / "run.json"
+        wait_for(lambda: record.exists() and (tmp_path / "go-1").exists(), "a record, and a second rank that runs")
+        subprocess.run(["rm", "-rf", str({"logs": work / "logs", "cwd": work}[what])], check=True)
+        go.touch()
+        done = job.finish()
+    assert (done.code, "Traceback" in done.err) == (code, False), done
+    assert f"the folder of the ranks' logs, {work}/logs, was removed while the job ran" in done.err
+    told = json.loads(notice.read_text())
+    assert (told["exit_code"], told["folder"]) == (code, f"{work}/logs")
 
 
 _FULL = """

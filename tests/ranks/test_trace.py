@@ -32,7 +32,7 @@ def test_arrows_lead_from_the_slow_rank_to_those_that_wait(tmp_path: Path, backe
     # 150 ms late in each step: far longer than the others are ever kept from a processor, on any machine.
     done = _run(tmp_path, str(_SCRIPT), "forward", "5", "0.5", "10", ranks=ranks, LOCKSTEP_BACKEND=backend)
     assert done.code == 0, done
-    assert f"the trace of steps 3 to 8 on {ranks} ranks is in logs/trace.json.gz" in done.err
+    assert f"the trace of steps 3 to 8 on {ranks} ranks is in {tmp_path}/logs/trace.json.gz" in done.err
     path = tmp_path / "logs/trace.json.gz"
     assert path.stat().st_mode & 0o777 == 0o600
     trace = Checked(path)
@@ -138,9 +138,9 @@ def test_a_killed_rank_leaves_its_events_and_a_restart_is_traced_anew(tmp_path: 
     words = ["--max-restarts", "1", "train.py"]
     done = _run(tmp_path, *words, trace="6:3")
     assert done.code == 0, done
-    assert "the trace of steps 3 to 4 on 2 ranks is in logs/trace.json.gz" in done.err
+    assert f"the trace of steps 3 to 4 on 2 ranks is in {tmp_path}/logs/trace.json.gz" in done.err
     assert "it ends early for ranks 0 and 1, which ended within it" in done.err
-    assert "the trace of steps 3 to 8 on 2 ranks is in logs/trace-restart1.json.gz" in done.err
+    assert f"the trace of steps 3 to 8 on 2 ranks is in {tmp_path}/logs/trace-restart1.json.gz" in done.err
     cut, whole = Checked(tmp_path / "logs/trace.json.gz"), Checked(tmp_path / "logs/trace-restart1.json.gz")
     assert (cut.about["cut_off"], whole.about["cut_off"]) == ([0, 1], [])
     last = cut.of("collective", 0)[-1]
@@ -175,7 +175,7 @@ for step in range(12):
     )
     done = _run(tmp_path, "train.py")
     assert done.code == 0, done
-    assert "the trace of steps 3 to 8 on 2 ranks is in logs/trace.json.gz" in done.err
+    assert f"the trace of steps 3 to 8 on 2 ranks is in {tmp_path}/logs/trace.json.gz" in done.err
 
 
 @pytest.mark.parametrize("text", ["", "0", "x", "5:", "5:x", "-3", "1.5", "20:-1", "10001"])

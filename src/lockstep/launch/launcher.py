@@ -390,7 +390,7 @@ class Launcher:
             code=code,
             exit_code=exit_code,
             program=self.spec.program.words,
-            folder=None if folder is None else str(folder.absolute()),
+            folder=None if folder is None else str(folder),
             ranks=round_.world_size,
             restarts=round_.number,
             step=self.attempt.steps(round_.local_ranks[0])[0],

@@ -380,7 +380,8 @@ class LogFolder:
     """
 
     def __init__(self, given: Path | None, *, program: str, env: Mapping[str, str] = os.environ) -> None:
-        self._given = given
+        #: Absolute from the start: the folder in which the job runs may be gone by its end.
+        self._given = None if given is None else given.absolute()
         self._env = env
         #: The reason, for the user, why the logs are not in the default folder; None: they are.
         self.moved: str | None = None

@@ -70,7 +70,7 @@ class Recorder:
     A disk that is full ends the record, not the run.
 
     Args:
-        folder: makes the folder of the run's logs, or returns it; called when there is something to write.
+        folder: makes the folder of the run's logs, or returns it, absolute; called when there is something to write.
         program: what runs, with its arguments.
         tell: says something to the user.
     """
@@ -218,7 +218,7 @@ class Recorder:
 
     @property
     def folder(self) -> Path | None:
-        """The folder of the run's logs; None if there is none yet."""
+        """The folder of the run's logs, absolute; None if there is none yet."""
         return self._folder
 
     @property
@@ -261,7 +261,7 @@ class Recorder:
         how = end or end_by(exit_code)
         self._about["end"] = {"code": how.code, "text": word}
         if summary is not None:
-            run = "" if self._folder is None else reference(self._folder.absolute())
+            run = "" if self._folder is None else reference(self._folder)
             self._about["summary"] = summary.to_json(peaks, run=run)
         if how is RunEnd.FAILED and not self._about["starts"]:
             self._write_without_steps()

@@ -212,6 +212,47 @@ def test_ranks_with_one_cause_are_one_line() -> None:
     assert lines[-2:] == ["ranks 1 to 62: stopped because rank 0 failed", "rank 63 failed too: KeyError: 'x'"]
 
 
+#: What each of many ranks says of the same end of another one, in words of its own.
+_OVER_GLOO = (
+    "lockstep.PeerLost: rank {0} of 64, step 3: averaging bucket 0 of 1: a rank is gone, or sent something else. The "
+    "backend says: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.{0}]:{1}"
+)
+_BETWEEN_HOSTS = (
+    "lockstep.CollectiveTimeout: rank 63 on another host did not come: rank {0} timed out after {1:.3g} s in an "
+    "all-reduce. No rank there waits in this collective for another one of its host"
+)
+_KNOWS_MORE = (
+    "lockstep.PeerLost: rank {0} of 64: ranks 0 to {0} failed: lockstep.PeerLost: rank 63 is gone. It says: {1}"
+)
+
+
+@pytest.mark.parametrize("words", [_OVER_GLOO, _BETWEEN_HOSTS, _KNOWS_MORE])
+def test_ranks_that_tell_of_one_end_in_words_of_their_own_are_one_line(words: str) -> None:
+    kind, _, _ = words.partition(": ")
+    waiting = [
+        _ending(rank, 1, 5.2, raised=words.format(rank, 60 + rank * 137), raised_at=5 + rank / 1e3)
+        for rank in range(63)
+    ]
+    headline, *told = describe(_outcome(*waiting, _ending(63, 0, 4.0), world_size=64)).splitlines()
+    assert headline.endswith("rank 0 of 64 failed: exit code 1")
+    assert words.format(0, 60) in told, "the first of them is told in full"
+    assert told[-2:] == [
+        f"ranks 1 to 62 failed too: {kind}, each as it waited for others",
+        "rank 63 had ended by itself, with exit code 0",
+    ]
+    assert len(told) == 5
+    alone = describe(_outcome(*waiting[:2], _ending(2, 0, 4.0), world_size=3)).splitlines()
+    assert f"rank 1 failed too: {words.format(1, 197)}" in alone, "there is room for the words of one"
+    cause = _ending(63, 1, 5.1, raised="ValueError: bad batch", raised_at=4.0)
+    assert len(describe(_outcome(*waiting, cause, world_size=64)).splitlines()) == 5, "nor beside a cause"
+
+
+def test_errors_that_are_no_echo_keep_their_words() -> None:
+    own = [_ending(rank, 1, 5.1, raised=f"KeyError: {rank}", raised_at=5 + rank / 100) for rank in range(3)]
+    lines = describe(_outcome(*own, world_size=3)).splitlines()
+    assert lines[-2:] == ["rank 1 failed too: KeyError: 1", "rank 2 failed too: KeyError: 2"]
+
+
 def test_a_rank_that_finds_out_before_it_is_stopped_is_told_as_one_that_is_stopped() -> None:
     lost = "lockstep.PeerLost: rank 1 of 3, step 12: averaging bucket 0 of 1: rank 2 failed: ValueError: bad batch"
     failed = _ending(2, 1, 5.1, raised="ValueError: bad batch", raised_at=5.0)

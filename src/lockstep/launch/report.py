@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -260,10 +260,11 @@ def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
     if first.log is not None:
         lines.append(f"rank {first.rank}'s log: {first.log}")
     lines += _flight_recorders(outcome.flight_recorders)
+    concerned = [ending for ending in outcome.endings if ending is not first and _concerned(ending, first)]
+    differing = _differing_echoes(concerned, first)
     others: dict[str, list[int]] = {}
-    for ending in outcome.endings:
-        if ending is not first and _concerned(ending, first):
-            others.setdefault(_other(ending, first), []).append(ending.rank)
+    for ending in concerned:
+        others.setdefault(_other(ending, first, differing), []).append(ending.rank)
     for what, ranks in others.items():
         # The words of an error begin with the rank that has it; where several have it, the line does.
         lines.append(
@@ -377,8 +378,24 @@ def _own(text: str, rank: int) -> str:
     return text.replace(_ANY_RANK, f"rank {rank}", 1)
 
 
-def _other(ending: Ending, first: Ending) -> str:
-    """Say how another rank ended, without its number: those with equal words share a line."""
+def _differing_echoes(others: Iterable[Ending], first: Ending) -> set[str]:
+    """Return the types of errors that tell of another rank's end or absence in different words on different ranks: each
+    names its own connection, how long it has waited, and which ends it knew of by then."""
+    words: dict[str, set[str]] = {}
+    for ending in others:
+        if ending.record is not None and ending.is_echo and not _alike(ending, first):
+            words.setdefault(ending.record.type, set()).add(_anonymous(ending.record.message, ending.rank))
+    return {kind for kind, each in words.items() if len(each) > 1}
+
+
+def _other(ending: Ending, first: Ending, differing: Collection[str]) -> str:
+    """Say how another rank ended, without its number: those with equal words share a line.
+
+    Args:
+        ending: of the other rank.
+        first: of the one whose failure is reported.
+        differing: the types of errors that are told without their words, as :func:`_differing_echoes` has it.
+    """
     if ending.state.exit_code is None:
         return f": still there (process {ending.state.pid}), stuck in the kernel even after SIGKILL"
     if ending.state.exit_code == 0:
@@ -389,6 +406,8 @@ def _other(ending: Ending, first: Ending) -> str:
         # Whether it finds out before it is stopped is chance.
         return f": stopped because rank {first.rank} failed"
     if ending.failed_by_itself and ending.record is not None and ending.record.type != "SystemExit":
+        if ending.is_echo and ending.record.type in differing:
+            return f" failed too: {ending.record.type}, each as it waited for others"
         kind, _, message = ending.cause.partition(": ")
         return f" failed too: {kind}: {_anonymous(message, ending.rank)}" if message else f" failed too: {kind}"
     if ending.exit_code == EXIT_SAVED:

@@ -13,7 +13,8 @@ import pytest
 from lockstep._proc import children
 from lockstep.launch.ports import free_port
 from tests.faults.machines import SOON, Machines, client, sockets, zygote
-from tests.launching import Finished, Running, start, wait_for
+from tests.launching import OWN_MOUNTS, Finished, Running, start, wait_for
+from tests.namespaces import skip_unless
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -267,13 +268,22 @@ def test_another_program_at_the_port_is_told_by_what_it_does(tmp_path: Path, scr
     assert set(re.findall(r"\S+:\d{4,5}\b", done.err)) <= {endpoint}, "and no address of torch's"
 
 
-def _fixed(folder: Path, script: Path, node: int, port: int, *, backend: str = "") -> Running:
+def _fixed(
+    folder: Path,
+    script: Path,
+    node: int,
+    port: int,
+    *,
+    backend: str = "",
+    host: str = "127.0.0.1",
+    before: str = "",
+    times: str = "",
+) -> Running:
     """One of two machines that are known beforehand."""
-    options = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    options = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", host, "--master-port", str(port)]
     options += ["--log-dir", str(folder / f"logs-{node}"), "--all-output"]
-    return start(
-        ["lockstep", "run", "-n", "1", *options, str(script), str(folder)], folder, torch=True, LOCKSTEP_BACKEND=backend
-    )
+    command = ["lockstep", "run", "-n", "1", *options, str(script), str(folder)]
+    return start(command, folder, torch=True, before=before, LOCKSTEP_BACKEND=backend, LOCKSTEP_TIMES=times)
 
 
 def test_hosts_that_ask_for_different_backends(tmp_path: Path, script: Path) -> None:
@@ -303,6 +313,39 @@ def test_a_host_that_starts_before_the_first(tmp_path: Path, script: Path) -> No
             done = [first.finish(), second.finish()]
     assert [each.code for each in done] == [0, 0], done
     assert not any("c10d" in each.err for each in done), "torch's C++ has nothing to warn of"
+
+
+def _own_hosts(file: Path) -> str:
+    """Python for ``before``: the job, with torch's C++, finds in ``file`` what names mean."""
+    skip_unless("mount --bind /etc/hosts /etc/hosts && umount /etc/hosts", "names of the job's own")
+    return f"{OWN_MOUNTS}subprocess.run({['mount', '--bind', str(file), '/etc/hosts']!r}, check=True)\n"
+
+
+def test_a_first_host_whose_own_name_is_known_only_later(tmp_path: Path, script: Path) -> None:
+    port, hosts = free_port(), tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n")
+    before, name, soon = _own_hosts(hosts), "box-0.train.invalid", "searching=0.5"
+    with _fixed(tmp_path, script, 0, port, backend="gloo", host=name, before=before, times=soon) as first:
+        assert first.process.stderr is not None
+        said = first.process.stderr.readline()
+        assert f"waiting for rank 0, which has no address yet under {name}:{port}: " in said, said
+        with hosts.open("a") as file:
+            file.write(f"127.0.0.1 {name}\n")
+        with _fixed(tmp_path, script, 1, port, backend="gloo", host=name, before=before, times=soon) as second:
+            done = [first.finish(), second.finish()]
+    assert [each.code for each in done] == [0, 0], done
+    assert not any("c10d" in each.err for each in done), "torch's C++ has nothing to warn of"
+
+
+def test_a_first_host_whose_own_name_stays_unknown_says_so(tmp_path: Path) -> None:
+    script, port, name = tmp_path / "train.py", free_port(), "box-0.train.invalid"
+    script.write_text("import lockstep\nlockstep.init('gloo', timeout=1)\n")
+    with _fixed(tmp_path, script, 0, port, host=name) as first:
+        done = first.finish()
+    assert done.code == 1, done
+    text = f"rank 0 of 2 could not join the world at {name}:{port} (backend gloo, timeout 1 s): "
+    assert f"{text}rank 0 has no address under {name}:{port}: " in done.err
+    assert "c10d" not in done.err
 
 
 def test_a_file_that_is_not_the_launchers_is_told_at_once(tmp_path: Path, script: Path) -> None:

@@ -388,8 +388,7 @@ def _connect(identity: Identity, timeout: timedelta) -> Store:
     """
     answer: queue.SimpleQueue[Store | Exception] = queue.SimpleQueue()
     until = time.monotonic() + timeout.total_seconds()
-    if identity.rank:
-        _wait_for_rank_0(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), until)
+    _wait_for_rank_0(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), until, is_rank_0=not identity.rank)
 
     def meet() -> None:
         try:
@@ -422,22 +421,27 @@ def _world_name() -> str:
     return "" if guests.described_anew() else knobs.world()
 
 
-def _wait_for_rank_0(host: str, port: int, until: float) -> None:
+def _wait_for_rank_0(host: str, port: int, until: float, *, is_rank_0: bool) -> None:
     """Wait until something listens where rank 0 serves the store: hosts start in any order, and a name may be known
-    only later. torch would wait as well, but prints a stack of C++ frames for each try."""
+    only later, also on the host that has it, which is to be rank 0's. torch would wait as well, but prints a stack of
+    C++ frames for each try."""
+    lacks, at = ("has no address", "under") if is_rank_0 else ("does not listen", "at")
     began, told = time.monotonic(), False
     while True:
         try:
-            with socket.create_connection((host, port), timeout=max(0.1, until - time.monotonic())):
-                return
+            if is_rank_0:
+                socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            else:
+                socket.create_connection((host, port), timeout=max(0.1, until - time.monotonic())).close()
+            return
         except OSError as error:
             why = f"{host}:{port}: {error.strerror or error}"
         now = time.monotonic()
         if now >= until:
-            raise TimeoutError(f"rank 0 does not listen at {why}")
+            raise TimeoutError(f"rank 0 {lacks} {at} {why}")
         if now - began > knobs.times().searching and not told:
             told = True
-            callsite.warn(f"waiting for rank 0, which does not listen yet at {why}")
+            callsite.warn(f"waiting for rank 0, which {lacks} yet {at} {why}")
         time.sleep(0.05)
 
 

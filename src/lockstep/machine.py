@@ -117,6 +117,15 @@ def cpu_quota() -> float | None:
     return float(quota) / float(period)
 
 
+def shared_memory() -> tuple[int, int] | None:
+    """Return the bytes of /dev/shm, in all and those that are free now; None: there is none."""
+    try:
+        there = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return there.f_blocks * there.f_frsize, there.f_bavail * there.f_frsize
+
+
 def _listdir(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)

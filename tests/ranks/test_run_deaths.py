@@ -57,3 +57,23 @@ def test_a_full_dev_shm_is_told(tmp_path: Path) -> None:
     assert done.code != 0
     assert "/dev/shm (1 MiB, of which " in done.err, done.err
     assert "docker run --shm-size" in done.err
+
+
+_FILLS = """
+import contextlib, multiprocessing, os
+held = open("/dev/shm/batches", "wb", buffering=0)
+os.unlink("/dev/shm/batches")
+with contextlib.suppress(OSError):
+    while True:
+        held.write(bytes(4096))
+multiprocessing.Semaphore()
+"""
+
+
+def test_a_dev_shm_that_is_full_only_while_the_job_runs_is_told(tmp_path: Path) -> None:
+    """The error of a semaphore names no place, and what a job holds in memory is free once it has ended."""
+    (tmp_path / "train.py").write_text(_FILLS)
+    done = run(["lockstep", "run", "-n", "1", "train.py"], tmp_path, before=own_mount("/dev/shm", "size=1m"))
+    assert done.code == 1, done
+    assert "OSError: [Errno 28] No space left on device\n" in done.err
+    assert "/dev/shm (1 MiB, of which 0 bytes were free then) was full" in done.err

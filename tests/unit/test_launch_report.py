@@ -156,7 +156,7 @@ def test_a_rank_stuck_in_the_kernel_is_named() -> None:
 
 
 def test_records_survive_the_disk(tmp_path: Path) -> None:
-    record = FailureRecord(3, 1.5, 1, "ValueError", "naïve\nmessage", "Traceback …\n")
+    record = FailureRecord(3, 1.5, 1, "ValueError", "naïve\nmessage", "Traceback …\n", shared_memory=(1 << 26, 4096))
     record.write(str(tmp_path))
     assert FailureRecord.read(tmp_path, 3) == record
     assert FailureRecord.read(tmp_path, 2) is None
@@ -336,7 +336,13 @@ def test_no_room_for_a_semaphore_is_told() -> None:
     facts = replace(_NOT_KNOWN, shared=(1 << 26, 0))
     failed = _ending(0, 1, 5.1, raised="OSError: [Errno 28] No space left on device", raised_at=5.0)
     assert "/dev/shm (64 MiB, of which 0 bytes are free now) was full" in describe(Outcome((failed,), facts, 1))
-    assert "/dev/shm" not in describe(Outcome((failed,), replace(facts, shared=(1 << 26, 1 << 25)), 1))
+    freed = replace(facts, shared=(1 << 26, 1 << 25))
+    assert "/dev/shm" not in describe(Outcome((failed,), freed, 1))
+    assert failed.record is not None
+    seen = replace(failed, record=replace(failed.record, shared_memory=(1 << 26, 0)))
+    assert "/dev/shm (64 MiB, of which 0 bytes were free then) was full" in describe(Outcome((seen,), freed, 1))
+    other = replace(failed, record=replace(failed.record, shared_memory=(1 << 26, 1 << 25)))
+    assert "/dev/shm" not in describe(Outcome((other,), facts, 1)), "it was full only later"
 
 
 def test_a_file_over_the_users_limit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,6 +182,8 @@ class FailureRecord:
     traceback: str
     #: The code of an error of lockstep's; None: it is another's.
     code: str | None = None
+    #: The bytes of /dev/shm, in all and free, as the rank failed; later what its workers had is free, too.
+    shared_memory: tuple[int, int] | None = None
 
     @property
     def summary(self) -> str:
@@ -199,9 +201,11 @@ class FailureRecord:
     def read(cls, folder: str | Path, rank: int) -> FailureRecord | None:
         """Return the record of ``rank``, or None if it left none."""
         try:
-            return cls(**json.loads(JobFiles(folder).failure(rank).read_text()))
+            fields = json.loads(JobFiles(folder).failure(rank).read_text())
         except FileNotFoundError:
             return None
+        fields["shared_memory"] = fields["shared_memory"] and tuple(fields["shared_memory"])
+        return cls(**fields)
 
 
 def _shorten(text: str) -> str:

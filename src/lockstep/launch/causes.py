@@ -80,15 +80,17 @@ def _shared(ending: Ending, facts: MachineFacts) -> Iterator[str]:
     text = _text(ending)
     no_space = "No space left on device" in text
     # The error of a multiprocessing semaphore (in a queue, a loader with workers) does not say where room was lacking.
-    no_room = facts.shared is not None and facts.shared[1] < _SMALLEST
+    then = None if ending.record is None else ending.record.shared_memory
+    shared = then or facts.shared
+    no_room = shared is not None and shared[1] < _SMALLEST
     full = no_space and ("/torch_" in text or "shm" in text or (no_room and not _NAMED.search(text)))
     found = _found_worker(ending)
     bus = ending.state.exit_code == -signal.SIGBUS or (found is not None and "Bus" in (found["signal"] or ""))
     if not (full or bus):
         return
     size = ""
-    if facts.shared is not None:
-        size = f" ({as_size(facts.shared[0])}, of which {as_size(facts.shared[1])} are free now)"
+    if shared is not None:
+        size = f" ({as_size(shared[0])}, of which {as_size(shared[1])} {'were free then' if then else 'are free now'})"
     if full:
         yield f"/dev/shm{size} was full; it holds the batches of DataLoader workers, and semaphores"
     else:

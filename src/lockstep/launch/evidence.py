@@ -17,6 +17,7 @@ from lockstep.job.files import JobFiles
 from lockstep.job.hang import Standstill
 from lockstep.job.page import STACK_SIGNAL
 from lockstep.job.workers import Fetching
+from lockstep.machine import shared_memory
 
 # What the kernel says of a process -----------------------------------------------------------------------------------
 
@@ -473,7 +474,7 @@ class MachineFacts:
     memory_limit: int | None
     #: The machine's memory in bytes; None: unknown.
     machine: int | None
-    #: Size and free bytes of /dev/shm; None: this machine has none.
+    #: Size and free bytes of /dev/shm once the ranks have ended; None: this machine has none.
     shared: tuple[int, int] | None
     #: The limit on a process's open descriptors.
     files: int
@@ -492,16 +493,11 @@ class MachineFacts:
             worker: returns what the DataLoader worker with a process id did last; None: unknown.
         """
         kills = group.kills() if group is not None else None
-        try:
-            fs = os.statvfs("/dev/shm")
-            shared = fs.f_blocks * fs.f_frsize, fs.f_bavail * fs.f_frsize
-        except OSError:
-            shared = None
         return cls(
             memory_kills=None if kills is None or kills_before is None else kills - kills_before,
             memory_limit=group.limit() if group is not None else None,
             machine=machine_memory(),
-            shared=shared,
+            shared=shared_memory(),
             files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             worker=worker,
         )

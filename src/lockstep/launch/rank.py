@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
-from lockstep import knobs, tracebacks
+from lockstep import knobs, machine, tracebacks
 from lockstep.debugger import hook
 from lockstep.errors import LaunchError, LockstepError, code_of, named, said
 from lockstep.identity import Identity, place
@@ -449,7 +449,7 @@ def _record(error: BaseException, rank: int, exit_code: int, at: float, *, quit_
         message, text = said(error), tracebacks.text(error)
     kind, home = type(error).__qualname__, type(error).__module__
     name = kind if home in ("builtins", "__main__", "__mp_main__") else f"{home}.{kind}"
-    record = FailureRecord(rank, at, exit_code, name, message, text, code_of(error))
+    record = FailureRecord(rank, at, exit_code, name, message, text, code_of(error), machine.shared_memory())
     try:
         record.write(folder)
     except OSError as trouble:

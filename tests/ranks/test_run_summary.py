@@ -123,9 +123,11 @@ for step in range(3):
 def test_starts_that_end_within_a_moment_are_recorded(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_ENDS_AT_ONCE)
     command = ["lockstep", "run", "-n", "1", "--max-restarts", "2", "--trace", "1:0", "--log-dir", "logs", "train.py"]
-    done = run(command, tmp_path, torch=True)
+    done = run(command, tmp_path, torch=True, LOCKSTEP_QUIET="")
     assert done.code == 0, done
     recorded = history.read(tmp_path / "logs")
+    assert "lockstep: 6 steps in 3 starts" in done.err, done
+    assert recorded.steps == 6
     assert [start["number"] for start in recorded.about["starts"]] == [0, 1, 2]
     assert [min(series.columns["steps"][-1]) >= 1 for series in recorded.series] == [True] * 3
     assert _say(tmp_path, "report", "logs").returncode == 0

@@ -13,6 +13,8 @@ from lockstep.job.hang import Shares
 from lockstep.job.page import WAITS, Phase
 from lockstep.job.stretches import Stretch
 from lockstep.job.summary import Bottleneck, RunSummary, Summary
+from lockstep.job.throughput import StepFlops
+from lockstep.text import as_duration
 from tests.simulated import simulate
 
 _MB = 2**20
@@ -222,7 +224,11 @@ def test_only_what_lies_between_steps_that_all_have_taken_counts() -> None:
     ledger = Ledger()
     assert Summary.of_start(ledger, taken=0, here=(0, 1), world_size=2) is None
     ledger.add({0: _at(1, 9.0), 1: _at(5, 9.0)}, now=9.0, looks=9)
-    assert Summary.of_start(ledger, taken=5, here=(0, 1), world_size=2) is None, "rank 0 warms up"
+    young = Summary.of_start(ledger, end=9.0, taken=1, here=(0, 1), world_size=2)
+    assert young is not None
+    assert (young.taken, young.steps, young.seconds, young.looks) == (1, 0, 0.0, 0), "rank 0 warms up"
+    assert (young.starting, young.lasted) == (9.0, 9.0)
+    assert RunSummary.of([young, young]) is None, "nothing is known of what a step takes"
     for now in (10, 11, 12):
         ledger.add({0: _at(now, now), 1: _at(now, now)}, now=now, looks=now * 30)
     ledger.add({0: _at(12, 60.0), 1: _at(13, 60.0)}, now=60.0, looks=900)  # the end: rank 0 evaluates
@@ -312,6 +318,49 @@ def _start(number: int, slow: int | None, *, ranks: int = 2, begin: float = 0.0,
     assert summary is not None
     moved = tuple(replace(each, begin=each.begin + begin, end=each.end + begin) for each in summary.stretches)
     return replace(summary, stretches=moved)
+
+
+def _cut_short(number: int, *, ranks: int = 2) -> Summary:
+    """A start that ended after its first step, three seconds after it began."""
+    ledger = Ledger()
+    ledger.add(dict.fromkeys(range(ranks), _at(1, 3.0)), now=3.0, looks=90)
+    summary = Summary.of_start(ledger, number=number, end=3.0, taken=1, here=range(ranks), world_size=ranks, restarts=1)
+    assert summary is not None
+    return summary
+
+
+def test_a_start_of_a_single_step_counts_with_its_step_and_its_time() -> None:
+    usual = RunSummary.of([_start(0, 1)])
+    whole = RunSummary.of([_start(0, 1), _cut_short(1), _cut_short(2)])
+    assert usual is not None
+    assert whole is not None
+    told, alone = whole.to_json({}), usual.to_json({})
+    assert (told["starts"], told["steps"]) == ([0, 1, 2], 1002)
+    assert told["starting"] == pytest.approx(alone["starting"] + 6.0), "three seconds each"
+    unchanged = ("step", "verdict", "watched", "ranks")
+    assert [told[key] for key in unchanged] == [alone[key] for key in unchanged]
+    assert whole.headline() == (
+        f"1,002 steps in 3 starts, {as_duration(alone['step'])} each on 2 ranks; start-up and first steps of the 3 "
+        f"starts took {as_duration(told['starting'])}"
+    )
+    assert (told["useful"]["lasted"], told["useful"]["restarting"]) == pytest.approx((27.0, 6.0))
+
+
+def test_a_start_of_a_single_step_on_other_ranks_is_a_part_of_its_own() -> None:
+    flops = StepFlops(10**9, 4, 0.001)
+    first = _start(0, None)
+    first = replace(first, ranks={rank: replace(each, flops=flops) for rank, each in first.ranks.items()})
+    whole = RunSummary.of([first, _cut_short(1, ranks=3)])
+    assert whole is not None
+    lines = whole.describe({}).splitlines()
+    assert lines[0].startswith("1,001 steps in 2 starts, ")
+    assert lines[0].partition(";")[0].endswith(" on 2 and 3 ranks")
+    (place,) = (number for number, line in enumerate(lines) if line.startswith("start 1: "))
+    assert lines[place : place + 2] == [
+        "start 1: 1 step on 3 ranks; start-up and first steps took 3.00 s",
+        "too short to tell",
+    ]
+    assert whole.throughput.flops_per_second == first.throughput.flops_per_second is not None
 
 
 def test_a_rank_that_was_slow_in_the_first_start_is_told_of_after_a_restart() -> None:

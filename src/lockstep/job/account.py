@@ -245,6 +245,8 @@ class Ledger:
     def __init__(self) -> None:
         #: The moments in order. When there are too many, every other one is dropped.
         self.moments: list[Milestone] = []
+        #: The last moment at which a rank had not taken its second step; None: none was recorded.
+        self.young: Milestone | None = None
         #: One moment in ``_stride`` is kept; the moments counted so far; True if the next one replaces the last.
         self._stride, self._count, self._passes = 1, 0, False
 
@@ -263,10 +265,12 @@ class Ledger:
             now: seconds on the monotonic clock.
             looks: looks at the pages so far.
         """
-        if not ranks or any(rank.steps < WARM for rank in ranks.values()):
+        if not ranks:
             return
         moment, moments = Milestone(now, looks, dict(ranks)), self.moments
-        if not moments or not ranks.keys() <= moments[0].ranks.keys():
+        if any(rank.steps < WARM for rank in ranks.values()):
+            self.young = moment
+        elif not moments or not ranks.keys() <= moments[0].ranks.keys():
             self.moments, self._stride, self._count, self._passes = [moment], 1, 0, False
         elif len(ranks) == len(moments[0].ranks) and _train_on(moments[-1].ranks, ranks):
             if self._passes:

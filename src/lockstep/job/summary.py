@@ -134,7 +134,7 @@ class Summary(TimeAccount):
         restarts: int = 0,
         before: int | None = None,
     ) -> Summary | None:
-        """Sum up one start; None: there was no second step.
+        """Sum up one start; None: there was no step. Of a start without a second step no time is watched.
 
         Args:
             ledger: how far its ranks have come.
@@ -147,12 +147,13 @@ class Summary(TimeAccount):
             restarts: those of the job before this start. (Where machines meet, ``number`` is one more.)
             before: the steps that the run had before this start, of which a Checkpointer knows; None: not known.
         """
-        if not ledger.moments:
+        moments = ledger.moments or [each for each in (ledger.young,) if each is not None]
+        if not moments or not taken:
             return None
-        first, last = ledger.moments[0], ledger.moments[-1]
+        first, last = moments[0], moments[-1]
         account = TimeAccount.between(first, last, here)
-        pauses = find_pauses(ledger.moments, here)
-        stretches = [*find(ledger.moments, here, pauses), *pauses.values()]
+        pauses = find_pauses(moments, here)
+        stretches = [*find(moments, here, pauses), *pauses.values()]
         return cls(
             account.seconds,
             account.looks,
@@ -165,10 +166,8 @@ class Summary(TimeAccount):
             lasted=max(end, last.at) - begin,
             machines=tuple((str(host), int(ranks)) for host, ranks in machines),
             stretches=tuple(sorted(stretches, key=lambda stretch: (stretch.begin, stretch.rank))),
-            paused=tuple(
-                TimeAccount.between(ledger.moments[place], ledger.moments[place + 1], here) for place in pauses
-            ),
-            growths=tuple(find_growth(ledger.moments, here)),
+            paused=tuple(TimeAccount.between(moments[place], moments[place + 1], here) for place in pauses),
+            growths=tuple(find_growth(moments, here)),
             restarts=restarts,
             before=before,
         )
@@ -460,10 +459,10 @@ class RunSummary:
 
     @classmethod
     def of(cls, starts: Sequence[Summary], *, began: float = 0.0, lasted: float = 0.0) -> RunSummary | None:
-        """Put the starts of a run together; None: there is none.
+        """Put the starts of a run together; None: none of them has come to a second step.
 
         Args:
-            starts: in order.
+            starts: those with a step, in order.
             began: when the run began, on the clock of their moments; what is told counts from then.
             lasted: the seconds of the whole run.
         """
@@ -475,7 +474,9 @@ class RunSummary:
                 parts[-1] = parts[-1].plus(shifted)
             else:
                 parts.append(shifted)
-        return cls(tuple(parts), _useful(starts, parts, lasted)) if parts else None
+        if not any(start.taken >= WARM for start in starts):
+            return None
+        return cls(tuple(parts), _useful(starts, parts, lasted))
 
     @property
     def is_whole(self) -> bool:
@@ -496,7 +497,8 @@ class RunSummary:
     @property
     def throughput(self) -> Throughput:
         """What the ranks got done in all steps that were watched."""
-        return functools.reduce(Throughput.plus, (part.throughput for part in self.parts))
+        watched = [part for part in self.parts if part.seconds] or self.parts
+        return functools.reduce(Throughput.plus, (part.throughput for part in watched))
 
     def headline(self) -> str:
         """Return how many steps there were, how long they took, and on how many ranks."""
@@ -586,7 +588,7 @@ def _useful(starts: Sequence[Summary], parts: Sequence[Summary], lasted: float) 
     restarts = max(start.restarts for start in starts)
     first = sum(start.starting for start in starts if not start.restarts)
     others = sum(start.starting for start in starts) - first
-    outside = lasted - within  # imports, machines that meet, ends of starts, starts without a second step
+    outside = lasted - within  # imports, machines that meet, ends of starts, starts without a step
     repeated, repeating = 0, 0.0
     for start, then in pairwise(starts):
         if start.before is not None and then.before is not None:

@@ -251,7 +251,7 @@ class HangWatch:
     def summary(
         self, *, number: int, begin: float, machines: Sequence[tuple[str, int]], restarts: int, before: int | None
     ) -> Summary | None:
-        """Return what the ranks' time went to, once they have ended; None: they took no two steps.
+        """Return what the ranks' time went to, once they have ended; None: they took no step.
 
         Args:
             number: the number of starts before this one.

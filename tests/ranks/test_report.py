@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 import struct
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -315,10 +316,11 @@ def test_what_was_logged_is_shown_over_steps_smoothed_and_on_a_log_scale(tmp_pat
     assert places == [round(10_000 * (step - ends[0]) / (ends[1] - ends[0])) for step in steps]
     box = _box(shown, "metric-0")
     scale = shown.ask("document.querySelector('#metric-0 .chart').getBoundingClientRect().width") / 516
-    shown.mouse("mouseMoved", box["left"] + (64 + 220) * scale, box["top"] + 60 * scale)
-    assert _values(shown, "metric-0")["s0"].endswith(" at step 3,000") or _values(shown, "metric-0")["s0"].endswith(
-        "100"
-    )
+    for place in (17, 29, 50):
+        step, value = steps[place], scales.shown(account.metrics[0].values[place], "number")
+        across = (516 - 64 - 12) * (step - ends[0]) / (ends[1] - ends[0])
+        shown.mouse("mouseMoved", box["left"] + (64 + across) * scale, box["top"] + 60 * scale)
+        assert _values(shown, "metric-0")["s0"] == f"{value} at step {step:,}"
     _set(shown, "powers", "true")
     heights = [int(y) for y in re.findall(r"[ML]-?\d+ (-?\d+)", shown.ask(raw))]
     falls = [later - earlier for earlier, later in pairwise(heights)]
@@ -327,7 +329,12 @@ def test_what_was_logged_is_shown_over_steps_smoothed_and_on_a_log_scale(tmp_pat
     assert "0.5;1;2" in shown.ask(values)
     _set(shown, "smooth", "0.9", "input")
     assert shown.ask("document.querySelector('#metric-0 .raw').classList.contains('faint')")
-    assert shown.ask("document.querySelector('#metric-0 .smooth').getTotalLength()") > 100
+    drawn = re.findall(
+        r"[ML](-?\d+) (-?\d+)", shown.ask("document.querySelector('#metric-0 .smooth').getAttribute('d')")
+    )
+    assert [int(x) for x, _ in drawn] == places
+    # A mean of heights is the height of the mean. Each is rounded, before and after.
+    assert [int(y) for _, y in drawn] == pytest.approx(_smoothed(heights, 0.9), abs=1.0)
     shown.drag(
         (box["left"] + 200 * scale, box["top"] + 40 * scale), (box["left"] + 300 * scale, box["top"] + 40 * scale)
     )
@@ -337,11 +344,20 @@ def test_what_was_logged_is_shown_over_steps_smoothed_and_on_a_log_scale(tmp_pat
     _set(shown, "powers", "false")
     _set(shown, "axis", "time")
     shown.mouse("mouseMoved", 2, 2)
-    drawn = re.findall(r"-?\d+", shown.ask(raw).replace("h0", ""))
-    assert len(drawn) == 2 * len(steps)
-    assert straight.startswith(f"M{drawn[0]} {drawn[1]}l")
+    again = re.findall(r"-?\d+", shown.ask(raw).replace("h0", ""))
+    assert len(again) == 2 * len(steps)
+    assert straight.startswith(f"M{again[0]} {again[1]}l")
     assert _ticks(shown) == before
     _is_quiet(shown)
+
+
+def _smoothed(values: Sequence[float], part: float) -> list[float]:
+    """At each value the mean of those so far, of which each counts less by ``part`` than the one after it."""
+    found = []
+    for end in range(1, len(values) + 1):
+        weights = [part ** (end - 1 - place) for place in range(end)]
+        found.append(sum(map(operator.mul, weights, values[:end])) / sum(weights))
+    return found
 
 
 _TRAINS = """

@@ -53,7 +53,8 @@ def _rank(line: str) -> int:
 
 
 def test_a_slow_rank_is_blamed_with_its_phase_and_what_it_costs(tmp_path: Path) -> None:
-    done = _train(tmp_path, "forward", 0.5, 6)
+    # What a busy machine adds to a step of either rank is small beside 90 ms.
+    done = _train(tmp_path, "forward", 3.0, 6)
     _blames_rank_1(done.err, done.out, "forward", within=0.2)
     assert re.search(r"lockstep: [\d,]+ steps, [\d.]+ ms each, \d+ samples/s on 2 ranks(;.*)?\n", done.err)
 
@@ -219,21 +220,36 @@ def test_two_runs_are_compared_for_ci(tmp_path: Path) -> None:
 
 
 _COUNTED = """
-import sys, time
+import json, sys, time
+from pathlib import Path
 import torch, lockstep
+from lockstep.runs import history
+
+def wait_until_seen(count):
+    # Twice: what the launcher reads of the ranks for a row it reads after it has read them for its account.
+    while True:
+        try:
+            rows = [min(row) for series in history.read(Path("logs")).series for row in series.columns["steps"]]
+        except history.UnknownRun:
+            rows = []
+        if sum(row >= count for row in rows) > 1:
+            return
+        time.sleep(0.01)
 
 lockstep.init()
 model = lockstep.replicate(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-steps = int(sys.argv[1])
-for step in range(steps):
-    if step == 1:
-        begun = time.perf_counter()
+steps, times = int(sys.argv[1]), [[0.0, 0.0]]
+for step in range(1, steps + 1):
     optimizer.zero_grad()
     model(torch.ones(2, 4)).sum().backward()
+    time.sleep(1.0 if step < 3 else 0.02)
+    before = time.monotonic()
     optimizer.step()
-    time.sleep(0.02)
-print((time.perf_counter() - begun) / (steps - 1) * 1e3)
+    times.append([before, time.monotonic()])
+    if step in (3, steps):
+        wait_until_seen(step)
+print(json.dumps([*times, [time.monotonic()] * 2]))
 """
 
 
@@ -241,13 +257,24 @@ print((time.perf_counter() - begun) / (steps - 1) * 1e3)
 def test_a_finished_run_knows_its_steps_and_a_short_one_the_time_of_a_step(tmp_path: Path, steps: int) -> None:
     (tmp_path / "train.py").write_text(_COUNTED)
     command = ["lockstep", "run", "-n", "2", "--log-dir", "logs", "train.py", str(steps)]
-    done = run(command, tmp_path, torch=True, LOCKSTEP_QUIET="")
-    found = re.search(rf"lockstep: {steps} steps, ([\d.]+) ms each on 2 ranks", done.err)
+    done = run(command, tmp_path, torch=True, LOCKSTEP_QUIET="", LOCKSTEP_TIMES="heartbeat=0.05,row=0.05")
+    found = re.search(
+        rf"lockstep: {steps} steps, ([\d.]+ m?s) each on 2 ranks; start-up and first steps took", done.err
+    )
     assert found, done
-    own = float(done.out)
-    assert 0.7 * own < float(found[1]) < 1.3 * own, "neither imports nor first steps are in it"
-    assert history.read(tmp_path / "logs").steps == steps
-    assert re.search(rf" 2 +{steps} +{re.escape(found[1])} ms ", _say(tmp_path, "ls", ".").stdout)
+    recorded = history.read(tmp_path / "logs")
+    assert recorded.steps == steps
+    assert recorded.summary is not None
+    watched, seconds = (recorded.summary["watched"][name] for name in ("steps", "seconds"))
+    assert found[1] == as_duration(seconds / watched)
+    assert steps - watched in (2, 3), "the first steps are not in it, and all others are"
+    # It was watched from a moment between two steps of each rank to one between its last step and its end.
+    of_ranks = [json.loads(words) for words in (done.out, (tmp_path / "logs" / "rank1.log").read_text())]
+    first = steps - watched
+    bounds = [(it[steps][0] - it[first + 1][1], it[steps + 1][1] - it[first][0]) for it in of_ranks]
+    assert any(least <= seconds <= most for least, most in bounds), (seconds, bounds, "neither imports nor first steps")
+    assert recorded.summary["starting"] >= 2.0, "what the first two took"
+    assert re.search(rf" 2 +{steps} +{re.escape(found[1])} ", _say(tmp_path, "ls", ".").stdout)
 
 
 _TWO_STARTS = """
@@ -263,7 +290,7 @@ rounds = []
 for step in range(1, 371):
     optimizer.zero_grad()
     if first and world.rank == 1 and step > 50:
-        time.sleep(0.02)
+        time.sleep(0.08)  # what a busy machine adds to a step of either rank is small beside it
     if not first and step % 100 == 0:
         rounds += [[i] for i in range(200_000)]
         gc.collect()
@@ -271,7 +298,7 @@ for step in range(1, 371):
     optimizer.step()
     time.sleep(0.01)
     log(loss=float("nan") if step >= 43 else 1.0)
-    if first and step == 320 and world.rank == 1:
+    if first and step == 150 and world.rank == 1:
         raise RuntimeError("planted")
 log.close()
 """
@@ -281,29 +308,30 @@ def test_all_that_tells_of_a_run_tells_the_same(tmp_path: Path) -> None:
     """Two starts, in the first of which rank 1 was slow: said at the end, recorded, listed, compared and reported."""
     (tmp_path / "train.py").write_text(_TWO_STARTS)
     command = ["lockstep", "run", "-n", "2", "--max-restarts", "1", "--log-dir", "logs", "train.py"]
-    done = run(command, tmp_path, torch=True, LOCKSTEP_QUIET="")
+    done = run(command, tmp_path, torch=True, LOCKSTEP_QUIET="", LOCKSTEP_TIMES="heartbeat=0.2,row=0.2")
     assert done.code == 0, done
     recorded = history.read(tmp_path / "logs")
-    summary, said = recorded.summary, done.err[done.err.index("lockstep: 690 steps") + len("lockstep: ") :]
+    summary, said = recorded.summary, done.err[done.err.index("lockstep: 520 steps") + len("lockstep: ") :]
     assert summary is not None
     step = as_duration(summary["step"])
-    assert said.startswith(f"690 steps in 2 starts, {step} each on 2 ranks"), said
+    assert said.startswith(f"520 steps in 2 starts, {step} each on 2 ranks"), said
     assert said.startswith(f"{summary['text']}\n"), "what is said is what is recorded"
     assert summary["verdict"].startswith("compute straggler: rank 1, in your code: "), said
-    (stretch,) = summary["stretches"]
+    # There may be others: what else runs on the machine may hold up a rank as well.
+    stretch = max(summary["stretches"], key=lambda each: float(each["lost"]))
     began = recorded.about["starts"][1]["at"]
-    assert stretch["rank"] == 1
+    assert (stretch["rank"], stretch["phase"], stretch["pause"]) == (1, "own", False)
     assert recorded.about["starts"][0]["at"] < stretch["from"] < stretch["to"] <= began + 1.0
     words = f"rank 1 from {as_clock(stretch['from'])} to {as_clock(stretch['to'])}, in your code: cost "
     assert words in said
-    assert (recorded.steps, summary["steps"]) == (690, 690)
+    assert (recorded.steps, summary["steps"]) == (520, 520)
     watched = summary["watched"]
     assert summary["step"] == pytest.approx(watched["seconds"] / watched["steps"])
     loss = "loss: NaN or infinite from step 43 on"
     assert loss in said
 
     listed = _say(tmp_path, "ls", ".").stdout
-    assert re.search(rf" 2 +690 +{re.escape(step)} ", listed), listed
+    assert re.search(rf" 2 +520 +{re.escape(step)} ", listed), listed
     assert loss in listed
 
     pace = comparison.Pace.of(recorded)
@@ -315,13 +343,13 @@ def test_all_that_tells_of_a_run_tells_the_same(tmp_path: Path) -> None:
     assert f"A: {loss}" in compared
 
     account = numbers.collect(recorded)
-    assert (account.steps, account.seconds_a_step) == (690, summary["step"])
-    assert [total.steps for total in account.totals] == [690, 690]
+    assert (account.steps, account.seconds_a_step) == (520, summary["step"])
+    assert [total.steps for total in account.totals] == [520, 520]
     assert account.verdict.split("\n") == [summary["headline"], summary["verdict"], *summary["remarks"]]
     (metric,) = account.metrics
     assert metric.odd[-1]
     built = page.build(account)
-    for told in (words, "<dd>690</dd>", f"<dd>{step}</dd>", loss):
+    for told in (words, "<dd>520</dd>", f"<dd>{step}</dd>", loss):
         assert told in built, told
 
     # A record without a summary, as a kill leaves it, is summed up from its series.
@@ -329,7 +357,7 @@ def test_all_that_tells_of_a_run_tells_the_same(tmp_path: Path) -> None:
     recorded.path.write_text(json.dumps(about))
     again = reckoning.summary_of(history.read(tmp_path / "logs"))
     assert again is not None
-    assert again["steps"] == 690
+    assert again["steps"] == 520
     assert again["step"] == pytest.approx(summary["step"], rel=0.1)
     assert again["straggler"]["rank"] == 1
 

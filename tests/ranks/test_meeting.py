@@ -13,7 +13,7 @@ import pytest
 from lockstep._proc import children
 from lockstep.launch.ports import free_port
 from tests.faults.machines import SOON, Machines, client, sockets, zygote
-from tests.launching import OWN_MOUNTS, Finished, Running, start, wait_for
+from tests.launching import OWN_MOUNTS, Finished, Running, python_path, start, wait_for
 from tests.namespaces import skip_unless
 
 pytestmark = pytest.mark.timeout(150)
@@ -214,6 +214,27 @@ def test_machines_that_can_not_train_together_end_at_once(
     assert not _started(tmp_path)
 
 
+@pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
+@pytest.mark.parametrize("other", ["", "# an older copy\n"], ids=["the same", "an older one"])
+def test_another_text_of_the_program_is_told_and_no_other_folder(tmp_path: Path, other: str, as_module: bool) -> None:
+    with Machines(tmp_path, "2") as machines:
+        for folder, text in (("first", _SHORT), ("second", _SHORT + other)):
+            script = tmp_path / folder / "program.py"
+            script.parent.mkdir()
+            script.write_text(text)
+            if as_module:
+                path = python_path(script.parent, Path(__file__).parents[2])
+                machines.start(script=Path("program"), launcher=("-m",), PYTHONPATH=path)
+            else:
+                machines.start(script=script)
+        done = _ends(machines)
+    assert [each.code for each in done] == [0, 0], done
+    name = "-m program" if as_module else "program\\.py"
+    told = rf"the machines differ in what they run: {name} \(digest \w{{8}}\) on machine 0 \(.*\); {name} \(digest "
+    assert [bool(re.search(told, each.err)) for each in done] == [bool(other)] * 2, done
+    assert not other or all(each.err.count("the machines differ") == 1 for each in done)
+
+
 def test_what_machines_bring_is_told(tmp_path: Path, script: Path) -> None:
     other = tmp_path / "other.py"
     other.write_text(_SHORT)
@@ -223,9 +244,8 @@ def test_what_machines_bring_is_told(tmp_path: Path, script: Path) -> None:
         done = _ends(machines)
     assert [each.code for each in done] == [0, 0], done
     for each in done:
-        assert re.search(r"machines differ in what they run: (train|other)\.py on machine 0 \(.*\); ", each.err), (
-            each.err
-        )
+        text = r"machines differ in what they run: (train|other)\.py \(digest \w{8}\) on machine 0 \(.*\); "
+        assert re.search(text, each.err), each.err
         assert "the machines differ in --max-restarts: " in each.err
         assert re.search(r"lockstep: 2 machines, 2 ranks: rank 0 on \S+, 127\.0\.0\.1; rank 1 on ", each.err), each.err
 

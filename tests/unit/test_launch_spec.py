@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -386,3 +387,26 @@ def test_machines_of_a_step_of_slurm_meet_at_its_first() -> None:
 def test_a_place_that_makes_no_sense_is_refused(options: dict[str, Any], env: dict[str, str], text: str) -> None:
     with pytest.raises(EnvironmentMismatch, match=text):
         node_place(NodeOptions(**options), env)
+
+
+def test_what_should_be_alike_has_the_text_of_the_program_and_not_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def what_runs(program: Program) -> str:
+        return JobSpec(program, nproc=2).alike()["what they run"]
+
+    for folder, text in (("a", "raise SystemExit\n"), ("b", "raise SystemExit\n"), ("c", "raise SystemExit(1)\n")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "once.py").write_text(text)
+    first, same, other = (what_runs(Program(str(tmp_path / folder / "once.py"))) for folder in "abc")
+    assert re.fullmatch(r"once\.py \(digest [0-9a-f]{8}\)", first)
+    assert first == same != other
+    monkeypatch.chdir(tmp_path / "c")
+    assert what_runs(Program("once", is_module=True)) == f"-m once{other.removeprefix('once.py')}"
+    assert "once" not in sys.modules, "it is not imported"
+    (tmp_path / "c" / "once.py").write_text("raise SystemExit\n")
+    assert what_runs(Program("once.py")) == first, "as it is now, since a start runs what is there by then"
+    assert what_runs(Program("-", text=b"raise SystemExit\n")) == f"-{first.removeprefix('once.py')}"
+    (tmp_path / "c" / "once.py").unlink()
+    assert what_runs(Program("once.py")).startswith("once.py (can't be read: ")
+    assert what_runs(Program("once", is_module=True)).startswith("-m once (can't be read: ")

@@ -587,7 +587,9 @@ class _Run:
             self._launcher.selector.register(others, selectors.EVENT_READ)
             self._fork(Fork(CLIENT, {}, job), fds)
         left = None if self._meet_by is None else max(0.0, self._meet_by - time.monotonic())
-        others.meet(Meet(self._last_round, self._job, self._restarts.history, self._lost, left))
+        others.meet(
+            Meet(self._last_round, self._job, self._restarts.history, self._lost, left, alike=self._spec.alike())
+        )
 
     def _hear_others(self, others: Rendezvous, ready: set[object], now: float) -> None:
         """Act on what the client says, or on its silence."""

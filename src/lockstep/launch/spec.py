@@ -183,16 +183,22 @@ class JobSpec:
         return Round(self.node_rank, (self.nproc,) * self.nnodes, address, port, number=number, world=self.world)
 
     def meeting(self) -> Options:
-        """Return the options of the rendezvous, with the facts that should be the same on all machines."""
+        """Return the options of the rendezvous."""
         assert self.rendezvous is not None, "it was asked for"
+        return replace(self.rendezvous, backend=knobs.backend() or "")
+
+    def alike(self) -> dict[str, str]:
+        """Return the facts that should be the same on all machines, as they are now: name in messages -> value."""
+        args = self.program.args
         program = f"-m {self.program.target}" if self.program.is_module else os.path.basename(self.program.target)
-        alike = {
-            "what they run": program,
+        return {
+            "what they run": f"{program} ({_text_of(self.program)})",
             # Not what they are: a secret among them is not for the store.
-            "the arguments of what they run": f"{len(self.program.args)} of them (digest {_digest(self.program.args)})",
+            "the arguments of what they run": (
+                f"{len(args)} of them ({_digest(chr(0).join(args).encode(errors='surrogateescape'))})"
+            ),
             "--max-restarts": str(self.max_restarts),
         }
-        return replace(self.rendezvous, backend=knobs.backend() or "", alike=alike)
 
     def arguments(self, local_rank: int) -> list[str]:
         """Return the words after the program's name in this rank's ``sys.argv``."""
@@ -200,8 +206,19 @@ class JobSpec:
         return [*own, *self.program.args]
 
 
-def _digest(words: tuple[str, ...]) -> str:
-    return hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:8]
+def _digest(content: bytes) -> str:
+    return f"digest {hashlib.sha256(content).hexdigest()[:8]}"
+
+
+def _text_of(program: Program) -> str:
+    """Return the digest of the text in a program's own file, wherever that lies: a start runs what is there by then."""
+    if program.text is not None:
+        return _digest(program.text)
+    try:
+        path = _find_module(program.target) if program.is_module else program.target
+        return "its file is not known" if path is None else _digest(Path(path).read_bytes())
+    except (OSError, ValueError) as error:
+        return f"can't be read: {error}"
 
 
 def rank_environment(

@@ -428,7 +428,7 @@ class _Client:
             challenge=secrets.token_hex(32),
             backend=options.backend,
             lockstep=__version__,
-            others=options.alike | versions,
+            others=meet.alike | versions,
         )
 
     def _gather(self, meet: Meet) -> tuple[Round, list[str]]:

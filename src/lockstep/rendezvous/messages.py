@@ -145,8 +145,6 @@ class Options:
     key: str = ""
     #: The default backend that the user has chosen; empty: none. All machines must have chosen the same.
     backend: str = ""
-    #: Name in messages -> value that should be the same on all machines.
-    alike: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -161,6 +159,8 @@ class Meet:
     lost: str = ""
     #: Seconds that are left to meet, after an earlier client has used some; None: all of them.
     seconds: float | None = None
+    #: Name in messages -> value that should be the same on all machines.
+    alike: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

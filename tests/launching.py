@@ -126,6 +126,15 @@ class Running:
         assert self.process.stderr is not None
         return self.process.stderr.readline().rstrip("\n")
 
+    def read_errors_to(self, words: str) -> str:
+        """What is on standard error up to a line with these words."""
+        said = ""
+        while words not in said:
+            line = self.read_error()
+            assert line, f"it never said {words!r}: {said}"
+            said += line + "\n"
+        return said
+
     def finish(self, limit: float = LIMIT) -> Finished:
         """Wait for the job's end, or fail with what it has written and where its processes are."""
         seconds = max(0.0, min(limit, test_ends - _TELLING - time.monotonic()))

@@ -372,7 +372,7 @@ def test_a_late_rank_is_named_on_every_machine(tmp_path: Path) -> None:
     with Machines(tmp_path, "2", times=f"{SOON},heartbeat=0.2,late=1") as machines:
         for _ in range(2):
             machines.start(script=script)
-        said = [_wait_for_line(machine, "rank 1 of 2 has held up the others for") for machine in machines.running]
+        said = [machine.read_errors_to("rank 1 of 2 has held up the others for") for machine in machines.running]
         (tmp_path / "go").write_text("")
         codes, done = _codes(machines)
     assert codes == [0, 0], done
@@ -450,16 +450,6 @@ while not os.path.exists(f"{sys.argv[1]}/go"):
 """
 
 
-def _wait_for_line(machine: Running, words: str) -> str:
-    """What a launcher says up to a line with these words."""
-    said = ""
-    while words not in said:
-        line = machine.read_error()
-        assert line, f"it never said {words!r}: {said}"
-        said += line + "\n"
-    return said
-
-
 def test_a_machine_that_waits_for_a_place_says_so(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_PARTS)
@@ -467,7 +457,7 @@ def test_a_machine_that_waits_for_a_place_says_so(tmp_path: Path) -> None:
         machines.start(script=script)
         wait_for((tmp_path / "began-0").exists, "the job")
         spare = machines.start(script=script)
-        said = _wait_for_line(spare, "this machine is spare")
+        said = spare.read_errors_to("this machine is spare")
         (tmp_path / "go").touch()
         codes, _ = _codes(machines)
     assert codes == [0, 0]
@@ -537,7 +527,7 @@ def test_a_machine_that_stands_still_as_its_ranks_end_ends_with_the_others(tmp_p
         wait_for(lambda: all((tmp_path / f"began-{rank}").exists() for rank in range(2)), "the job")
         stopped = stop_all(second)
         (tmp_path / "go").touch()
-        _wait_for_line(first, "gave no sign of life for 1.5 s")
+        first.read_errors_to("gave no sign of life for 1.5 s")
         # Beyond the moment at which a launcher that heard nothing would give its client up.
         wait_for(lambda: time.monotonic() > stopped[1] + 3.0, "a while")
         for pid in stopped[0]:
@@ -552,7 +542,7 @@ def test_the_end_of_the_process_that_forks_is_told_while_machines_meet_again(tmp
     (tmp_path / "plan.json").write_text(_strike("optimizer", rank=0))
     with Machines(tmp_path, "1:2") as machines:  # which waits for a second one, each time
         machine = machines.start("--plan", str(tmp_path / "plan.json"))
-        said = _wait_for_line(machine, "restart 1 of 2: all ranks start again")
+        said = machine.read_errors_to("restart 1 of 2: all ranks start again")
         os.kill(zygote(machine), signal.SIGKILL)
         done = machine.finish()
     assert done.code == 128 + signal.SIGKILL, done
@@ -645,7 +635,7 @@ def test_the_cause_is_told_where_it_was_though_another_machine_was_first(tmp_pat
         there = second if here is first else first
         os.kill(here.pid, signal.SIGSTOP)
         (tmp_path / "go").touch()
-        _wait_for_line(there, "rank 0 of 2 failed")
+        there.read_errors_to("rank 0 of 2 failed")
         there.process.wait()
         os.kill(here.pid, signal.SIGCONT)
         codes, done = _codes(machines, limit=60)

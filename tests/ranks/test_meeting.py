@@ -179,6 +179,38 @@ def test_a_stranger_does_not_keep_the_others_from_meeting(tmp_path: Path, script
     assert _started(tmp_path) == _TWO
 
 
+def test_a_stranger_that_has_left_is_named_and_does_not_end_the_others(tmp_path: Path, script: Path) -> None:
+    """It comes again with the right key. Those that wait say so long after they would end if they counted it."""
+    with Machines(tmp_path, "3", times="beat=0.1,last_call=0.2,searching=3") as machines:
+        first = machines.start(script=script, LOCKSTEP_KEY=KEY)
+        _serve(first)
+        refused = machines.start(script=script, LOCKSTEP_KEY=OTHER).finish()
+        second = machines.start(script=script, LOCKSTEP_KEY=KEY)
+        said = [machine.read_errors_to("lockstep: 2 of 3 machines are here: ") for machine in (first, second)]
+        machines.start(script=script, LOCKSTEP_KEY=KEY)
+        done = [machine.finish() for machine in machines.running if machine is not machines.running[1]]
+    assert refused.code == 1, refused
+    assert [each.code for each in done] == [0, 0, 0], done
+    assert _started(tmp_path) == {f"started-{rank}-of-3" for rank in range(3)}
+    assert (said[0] + done[0].err).count("a machine was not admitted: ") == 1, done[0]
+    assert (said[1] + done[1].err).count("a machine was not admitted: ") <= 1, done[1]
+
+
+def test_all_end_where_too_few_of_those_that_are_here_fit(tmp_path: Path, script: Path) -> None:
+    """One of them has not found that out when the others leave, and would wait for them."""
+    with Machines(tmp_path, "3") as machines:
+        _serve(machines.start(script=script, LOCKSTEP_KEY=KEY))
+        second = machines.start(script=script, LOCKSTEP_KEY=KEY, LOCKSTEP_TIMES=f"{SOON},last_call=300,searching=0.5")
+        said = second.read_errors_to("lockstep: 2 of 3 machines are here: ")
+        machines.start(script=script, LOCKSTEP_KEY=OTHER)
+        done = _ends(machines)
+    assert [each.code for each in done] == [1, 1, 1], done
+    why = r"lockstep: the rendezvous at \S+ failed: the machine .* does not know the job's key"
+    for each in (done[0].err, said + done[1].err, done[2].err):
+        assert re.search(why, each), each
+    assert not _started(tmp_path)
+
+
 def test_a_stranger_with_the_store(tmp_path: Path, script: Path) -> None:
     """Without it there is nowhere to meet, so all end, and none looks for it until its time is over."""
     with Machines(tmp_path, "2:4") as machines:

@@ -176,8 +176,20 @@ def test_members_of_the_last_round_keep_their_places() -> None:
 
 def test_misfits_end_only_what_has_not_begun() -> None:
     one, other = _cards(1), {9: replace(CARD, name="x", least=3, most=3)}
-    assert misfits_end_it(one, other)
-    assert misfits_end_it(other, one), "both see it alike"
-    assert not misfits_end_it(one, {})
-    assert not misfits_end_it(_cards(2), other), "enough fit"
-    assert not misfits_end_it({1: replace(CARD, last=0)}, other)
+    assert misfits_end_it(one, other, left={})
+    assert misfits_end_it(other, one, left={}), "both see it alike"
+    assert not misfits_end_it(one, {}, left={})
+    assert not misfits_end_it(_cards(2), other, left={}), "enough fit"
+    assert not misfits_end_it({1: replace(CARD, last=0)}, other, left={})
+
+
+def test_a_misfit_that_has_left_counts_among_those_that_it_met() -> None:
+    """Of two machines with different keys one may have left before the other has heard it twice."""
+    one, other = _cards(1), {2: replace(CARD, name="x")}
+    assert misfits_end_it(one, other, left={2: 2})
+    assert misfits_end_it(one, other, left={2: 5}), "others had come and gone"
+    assert not misfits_end_it(one, other, left={2: 0}), "it was killed, or never there"
+    three = {ticket: replace(card, least=3, most=3) for ticket, card in _cards(3).items()}
+    first_and_third = {1: three[1], 3: three[3]}
+    assert not misfits_end_it(first_and_third, {2: three[2]}, left={2: 2}), "three were never here together"
+    assert misfits_end_it(first_and_third, {2: three[2]}, left={2: 3})

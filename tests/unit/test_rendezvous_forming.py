@@ -178,3 +178,26 @@ def test_a_machine_that_stands_still_once_it_has_listened_takes_nobody_for_lost(
         mine._found_result = "0/result"
         with pytest.raises(client._Refusal, match="it has ended"):
             mine._end_if_over(Meet(), RoundAttempt(1, 0, (2,), ("other",)), {"made": []})
+
+
+def test_only_a_stranger_with_a_last_word_ends_a_machine_that_it_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was killed may have been there for a moment only, and what is no card has no machine."""
+    clock, store, (ours, theirs) = Clock(), HashStore(), socket.socketpair()
+    monkeypatch.setattr(client, "time", clock)
+    with ours, theirs:
+        mine = client._Client(Channel(theirs, Command.__args__), _options(tmp_path / "store"))
+        mine._base, card = store, mine._card(Meet())
+        mine._cards = {1: (card, True), 2: (replace(card, name="other"), False)}
+        mine._first = 1
+
+        def wait() -> None:
+            for _ in range(3):
+                clock.sleep(60.0)
+                mine._consider(card, 1, {1: card}, {1: card})
+
+        wait()
+        store.set(_key("gone/other"), "2")
+        with pytest.raises(client._Refusal, match="has a key for this job, and this machine has none"):
+            wait()

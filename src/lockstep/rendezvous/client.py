@@ -34,7 +34,7 @@ import select
 import socket
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -191,10 +191,11 @@ class _Client:
             return
 
     def say_gone(self) -> None:
-        """Tell the others that a machine no longer takes part, so that they do not wait for its signs of life."""
+        """Tell the others that this machine no longer takes part, so that they do not wait for its signs of life, and
+        how many tickets were drawn by then: who came later never met it."""
         if self._base is not None:
             with suppress(RuntimeError):  # the store has gone, and with it whoever looks there
-                self._base.set(self._key(f"gone/{self._name}"), "")
+                self._write(f"gone/{self._name}", self._base.add(self._key("tickets"), 0))
 
     # Commands ----------------------------------------------------------------------------------------------------
 
@@ -469,7 +470,7 @@ class _Client:
                 if tickets and not unclear:
                     self._propose(attempt, fate, tickets)
                     continue
-                self._consider(mine, ticket, fitting, self._misfits(mine, here))
+                self._consider(mine, ticket, fitting, here)
                 if now >= self._limit:
                     raise _Refusal(
                         f"too few machines came to {self.endpoint} in time (--join-timeout): "
@@ -642,7 +643,7 @@ class _Client:
                 return True
         exit_code, why = json.loads(self._shared.get(self._key(result)))
         # The last word of a machine lets the one with the store leave, and that removes the file.
-        self._shared.set(self._key(f"gone/{self._name}"), "")
+        self.say_gone()
         if meet.last >= 0:
             left = self._shared.add(self._key(f"{meet.last}/left"), 1)
             if self._serves:  # the others have yet to find the result
@@ -681,8 +682,15 @@ class _Client:
         came = [ticket for ticket in newest.values() if ticket in here or ticket > older]
         return [ticket for ticket in came if self._objection(mine, ticket)]
 
-    def _consider(self, mine: Card, ticket: int, fitting: dict[int, Card], misfits: Sequence[int]) -> None:
+    def _left(self, tickets: Sequence[int], here: dict[int, Card]) -> dict[int, int]:
+        """Return, for those of some machines that are not here, how many tickets were drawn when they left; 0: nothing
+        is heard of one, and it has not said that it leaves."""
+        gone = {each: f"gone/{self._cards[each][0].name}" for each in tickets if each not in here}
+        return {each: int(self._shared.get(self._key(name)) if self._has(name) else 0) for each, name in gone.items()}
+
+    def _consider(self, mine: Card, ticket: int, fitting: dict[int, Card], here: dict[int, Card]) -> None:
         """Name machines that do not fit, and end if too few are left because of them; see Note [Membership]."""
+        misfits = self._misfits(mine, here)
         for text in self._strangers(mine, misfits):
             self._look_on(text)
         if mine.last >= 0:
@@ -692,14 +700,16 @@ class _Client:
             self._dismiss(mine, theirs)
         if len(fitting) < mine.least and self._has(f"refused/{ticket}"):
             self._read_cards()
-            self._dismiss(mine, [int(self._shared.get(self._key(f"refused/{ticket}")))])
+            self._dismiss(mine, json.loads(self._shared.get(self._key(f"refused/{ticket}"))))
         now = time.monotonic()
-        if not misfits_end_it(fitting, {each: self._cards[each][0] for each in misfits}):
+        strangers = {each: self._cards[each][0] for each in misfits}
+        if not misfits_end_it(fitting, strangers, left=self._left(misfits, here)):
             self._hopeless_since = None
         elif self._hopeless_since is None:
             self._hopeless_since = now
         elif now - self._hopeless_since >= self._times.last_call:
-            self._dismiss(mine, misfits, told_by=ticket)
+            told = {each: misfits for each in fitting if each != ticket} | {each: [ticket] for each in misfits}
+            self._dismiss(mine, misfits, told=told)
 
     def _strangers(self, mine: Card, misfits: Sequence[int]) -> list[str]:
         """Return a sentence about each machine that does not fit and was not named yet."""
@@ -707,20 +717,22 @@ class _Client:
         self._named |= set(new)
         return [f"a machine was not admitted: {self._objection(mine, ticket)}" for ticket in new]
 
-    def _dismiss(self, mine: Card, misfits: Sequence[int], *, told_by: int | None = None) -> NoReturn:
+    def _dismiss(
+        self, mine: Card, misfits: Sequence[int], *, told: Mapping[int, Sequence[int]] | None = None
+    ) -> NoReturn:
         """End because others do not fit. The machine with the store leaves after them, since they would miss it.
 
         Args:
             mine: this machine's card.
             misfits: the others' tickets.
-            told_by: this machine's ticket, where the others can't begin either and are to be told; None: they can.
+            told: where the others can't begin either: their tickets, and of each those that do not fit it.
         """
         text = "; ".join(self._objection(mine, ticket) for ticket in misfits)
         limit = time.monotonic() + _DISMISSAL
         with suppress(RuntimeError):  # if the store is gone, so is the machine that served it
-            for ticket in misfits if told_by is not None else ():
-                self._shared.set(self._key(f"refused/{ticket}"), str(told_by))
-            self._shared.set(self._key(f"gone/{self._name}"), "")
+            for ticket, why in (told or {}).items():
+                self._shared.set(self._key(f"refused/{ticket}"), json.dumps(why))
+            self.say_gone()
             while self._serves and self._is_awaited() and time.monotonic() < limit:
                 self._look_on(self._said)
                 self._idle(_TICK)
@@ -792,7 +804,7 @@ class _Client:
         over = command.over and self._is_current()
         if over:  # written before this machine counts as gone: a machine that sees it gone finds the result
             base.set(self._key(f"{self._last}/result"), json.dumps([command.exit_code, command.why]))
-        base.set(self._key(f"gone/{self._name}"), "")
+        self.say_gone()
         if over:
             kind, _, path = self._options.endpoint.partition(":")
             left = base.add(self._key(f"{self._last}/left"), 1)

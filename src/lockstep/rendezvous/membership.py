@@ -18,8 +18,13 @@ the next.
 
 A machine whose card does not fit (another key, another ``--nnodes``) is not counted. It ends when it sees that it does
 not fit the machine with the store, or a round that others have made; machine 0 names it, and a job that runs goes on.
-Where a job can't begin because too few of those that came fit, all of them end, each saying why; the first to find that
-out tells the others, and if it has the store, it leaves after them.
+Where as many as a job needs are here together and too few of them fit, it can't begin, and all of them end, each saying
+why; the first to find that out tells the others, and if it has the store, it leaves after them.
+
+A misfit that has left still counts among those that it met: of two machines with different keys, one is gone before the
+other has heard it twice, and a stranger leaves in the store what one of their own with a mistyped key would leave. Its
+last word is how many tickets were drawn by then, so all know alike whom it met. With a machine that came later it does
+not count, since there were never enough together: they wait on. Nor does one that ends without a last word.
 """
 
 from __future__ import annotations
@@ -202,9 +207,17 @@ def enough(cards: Mapping[int, Card], *, since: float | None, now: float, last_c
     return sorted(chosen, key=lambda ticket: (cards[ticket].address, cards[ticket].started, ticket))
 
 
-def misfits_end_it(cards: Mapping[int, Card], misfits: Mapping[int, Card]) -> bool:
-    """Return whether enough machines came for a job to begin, but too few of them fit each other."""
-    everyone = [*cards.values(), *misfits.values()]
-    if not misfits or any(card.last >= 0 for card in cards.values()):
+def misfits_end_it(cards: Mapping[int, Card], misfits: Mapping[int, Card], *, left: Mapping[int, int]) -> bool:
+    """Return whether enough machines for a job to begin were here together, but too few of them fit each other.
+
+    Args:
+        cards: by ticket, of all that fit, live and want to take part: at least one, this machine's own.
+        misfits: the same of those that do not fit, also of those that are not here any more.
+        left: ticket -> the number of tickets that were drawn when its machine left; those that are here have none.
+    """
+    newest = max(cards)
+    met = {ticket: card for ticket, card in misfits.items() if left.get(ticket, newest) >= newest}
+    everyone = [*cards.values(), *met.values()]
+    if not met or any(card.last >= 0 for card in cards.values()):
         return False
     return len(cards) < next(iter(cards.values())).least and len(everyone) >= min(card.least for card in everyone)

@@ -592,6 +592,130 @@ def test_a_machine_that_can_not_start_ends_the_job_on_all(tmp_path: Path) -> Non
     )
 
 
+#: Programs of a machine that comes to a job and can't take a step there.
+_BROKEN = {
+    "module": "import a_module_that_is_not_here",
+    "path": "import lockstep\nlockstep.init(seed=3)\nopen('a-path-that-is-not-here')",
+    "crash": "import lockstep, os, signal\nlockstep.init(seed=3)\nos.kill(os.getpid(), signal.SIGSEGV)",
+    "seed": "import lockstep\nlockstep.init(seed=4)",
+    "processes": "",
+}
+#: The failure of its ranks is written down before those of the others that it has caused, on a machine of any load.
+_CAUSE_FIRST = f"{SOON},echo=60"
+
+
+def _start_broken(machines: Machines, folder: Path, broken: str, restarts: int) -> Running:
+    script = folder / "broken.py"
+    script.write_text(_BROKEN[broken])
+    if broken != "processes":
+        return machines.start(script=script, restarts=restarts)
+    (folder / "full.py").write_text(ROOM.format(room=1))  # for its client
+    path = python_path(jobs.SCRIPT.parents[2], folder)
+    return machines.start(script=script, restarts=restarts, LOCKSTEP_PRELOAD="full", PYTHONPATH=path)
+
+
+def _steps(folder: Path, *, after: int = -1) -> list[int]:
+    """The steps that rank 0 has taken, in lives after one."""
+    return [line["step"] for line in jobs.lines(folder, 0) if "step" in line and line["life"] > after]
+
+
+@pytest.mark.parametrize(
+    ("broken", "restarts", "said"),
+    [
+        ("module", 3, "rank 1 of 2 failed: ModuleNotFoundError: No module named 'a_module_that_is_not_here'"),
+        ("path", 0, "rank 1 of 2 failed: FileNotFoundError: [Errno 2] No such file or directory: "),
+        ("crash", 3, "rank 1 of 2 failed: killed by signal 11 (SIGSEGV)"),
+        ("seed", 3, ""),
+        ("processes", 3, f"the ranks could not be started:\n{_NO_PROCESS}"),
+    ],
+    ids=["module", "path", "crash", "seed", "processes"],
+)
+def test_a_machine_that_comes_and_can_not_run_leaves_the_others_to_go_on(
+    tmp_path: Path, broken: str, restarts: int, said: str
+) -> None:
+    """They have saved before, so no step is lost. A crash is given one more start; seeds that differ are an error of
+    all ranks, whichever is first."""
+    slowly = tmp_path / "slowly"
+    with Machines(tmp_path, "1:2", times=_CAUSE_FIRST) as machines:
+        first = machines.start(*_lasts_while(slowly), restarts=restarts)
+        wait_for(lambda: len(_steps(tmp_path)) > 3, "training")
+        left = _start_broken(machines, tmp_path, broken, restarts).finish()
+        wait_for(lambda: _steps(tmp_path, after=0) or first.process.poll() is not None, "the others' steps")
+        slowly.unlink()
+        done = first.finish()
+    assert (left.code, done.code) == (128 + signal.SIGSEGV if broken == "crash" else 1, 0), (left, done)
+    assert _steps(tmp_path) == list(range(1, 145)), "no step was lost, none was taken twice"
+    machine = f"machine 1 ({socket.gethostname()}, 127.0.0.1)"
+    leaves = f"\nno step was taken with {machine}: it leaves, and the others start again without it\n"
+    if not restarts:
+        leaves += "no machine is let in any more while they are enough: this has happened 1 time (--max-restarts)\n"
+    for each in (left, done):
+        assert each.err.count(leaves) == 1, (left, done)
+        assert each.err.partition(leaves)[0].count("all ranks start again") == (broken == "crash"), (left, done)
+    if broken != "seed":
+        (line,) = re.findall(rf"\nlockstep: on {re.escape(machine)}: (.*(?:\n.*)?){re.escape(leaves)}", done.err)
+        assert line.startswith(said), done
+
+
+def test_a_job_lets_no_machine_in_once_too_many_have_left_without_a_step(tmp_path: Path) -> None:
+    """Something starts one of them again and again, which stops the others each time."""
+    slowly = tmp_path / "slowly"
+    with Machines(tmp_path, "1:2", times=f"{_CAUSE_FIRST},searching=0.5") as machines:
+        first = machines.start(*_lasts_while(slowly), restarts=1)
+        wait_for(lambda: len(_steps(tmp_path)) > 3, "training")
+        left = [_start_broken(machines, tmp_path, "path", 1).finish() for _ in range(2)]
+        spare = _start_broken(machines, tmp_path, "path", 1)
+        said = spare.read_errors_to("this machine is spare: a job of 1 machine is running (")
+        lives, steps = jobs.lives(tmp_path), len(_steps(tmp_path))
+        more = "more steps than --regroup-after gives it time for"
+        wait_for(lambda: len(_steps(tmp_path)) > steps + 5 or first.process.poll() is not None, more)
+        slowly.unlink()
+        done, last = first.finish(), spare.finish()
+    assert [each.code for each in (*left, last, done)] == [1, 1, 0, 0], (left, last, done)
+    assert "and lets none in while it has enough: too many have left without a step (--max-restarts)" in said
+    assert jobs.lives(tmp_path) == lives
+    assert done.err.count("\nno step was taken with machine 1 (") == 2, done
+    assert done.err.count("\nno machine is let in any more while they are enough: this has happened 2 times") == 1, done
+    assert _steps(tmp_path) == list(range(1, 145)), "no step was lost, none was taken twice"
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_whichever_machine_tells_first_of_what_all_fail_of_those_that_came_leave(tmp_path: Path, late: int) -> None:
+    """The machine that is late with its verdict finds the other's."""
+    slowly, before = tmp_path / "slowly", "from tests.ranks.planted import late_messages\nlate_messages('verdict', 1)\n"
+    script = tmp_path / "broken.py"
+    script.write_text(_BROKEN["seed"])
+    with Machines(tmp_path, "1:2", times=_CAUSE_FIRST) as machines:
+        first = machines.start(*_lasts_while(slowly), before="" if late else before)
+        wait_for(lambda: len(_steps(tmp_path)) > 3, "training")
+        left = machines.start(script=script, before=before if late else "").finish()
+        wait_for(lambda: _steps(tmp_path, after=0) or first.process.poll() is not None, "the others' steps")
+        slowly.unlink()
+        done = first.finish()
+    assert (left.code, done.code) == (1, 0), (left, done)
+    told = left if late else done
+    assert f"\nlockstep: on machine {1 - late} (" in told.err, told
+    assert _steps(tmp_path) == list(range(1, 145)), "no step was lost, none was taken twice"
+
+
+def test_a_command_is_told_that_the_job_goes_on_without_the_machine_that_speaks_for_it(tmp_path: Path) -> None:
+    """It is before the others, by its address, and has the store of the round."""
+    slowly, told = tmp_path / "slowly", tmp_path / "told"
+    with Machines(tmp_path, "1:2", times=_CAUSE_FIRST, options=("--notify", f"cat >> {told}")) as machines:
+        first = machines.start(*_lasts_while(slowly), launcher=("--local-addr", "127.0.0.2"))
+        wait_for(lambda: len(_steps(tmp_path)) > 3, "training")
+        left = _start_broken(machines, tmp_path, "path", 2).finish()
+        wait_for(lambda: _steps(tmp_path, after=0) or first.process.poll() is not None, "the others' steps")
+        slowly.unlink()
+        done = first.finish()
+    assert (left.code, done.code) == (1, 0), (left, done)
+    assert "\nno step was taken with machine 0 (" in left.err, left
+    said = [holds(line, "lockstep.notify/1") for line in told.read_text().splitlines()]
+    assert [(each["event"], each["exit_code"]) for each in said] == [("restart", None), ("restart", None), ("ended", 0)]
+    (text,) = [each["text"] for each in said if each["code"] == "rank-raised"]
+    assert text.endswith(": it leaves, and the others start again without it"), said
+
+
 def test_a_machine_that_loses_the_others_when_it_is_done_says_so(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_PARTS)

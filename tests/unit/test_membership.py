@@ -174,6 +174,15 @@ def test_members_of_the_last_round_keep_their_places() -> None:
     assert 6 in enough(cards, since=0.0, now=0.0, last_call=2.0)
 
 
+def test_a_closed_job_lets_nobody_in_while_it_has_enough() -> None:
+    cards = {ticket: replace(card, last=0 if ticket > 1 else -1) for ticket, card in _cards(3).items()}
+    assert enough(cards, since=0.0, now=2.0, last_call=2.0) == [3, 2, 1]
+    closed = {ticket: replace(card, closed=card.last >= 0) for ticket, card in cards.items()}
+    assert enough(closed, since=0.0, now=2.0, last_call=2.0) == [3, 2]
+    del closed[3]
+    assert enough(closed, since=0.0, now=2.0, last_call=2.0) == [2, 1], "else it could not go on"
+
+
 def test_misfits_end_only_what_has_not_begun() -> None:
     one, other = _cards(1), {9: replace(CARD, name="x", least=3, most=3)}
     assert misfits_end_it(one, other, left={})

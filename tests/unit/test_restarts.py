@@ -11,6 +11,7 @@ from lockstep.job.flight import Flight
 from lockstep.job.page import Cell, Pages
 from lockstep.launch.policy import Ending, Failure, RankState, Restarts
 from lockstep.launch.report import not_restarted
+from lockstep.rendezvous.messages import Round
 
 
 def _raised(kind: str = "ValueError", message: str = "bad batch", *, rank: int = 1, code: int = 1) -> Ending:
@@ -100,6 +101,33 @@ def test_a_kill_from_outside_is_never_the_same_unless_memory_was_out() -> None:
     refusal = _refusal(restarts, _failure(_died(signal.SIGKILL), out_of_memory=True))
     assert refusal is not None
     assert "happened twice" in refusal
+
+
+def test_a_machine_that_came_to_others_that_had_taken_steps_leaves() -> None:
+    def to_spare(*stepped: bool, node: int, least: int = 1, mutual: bool = False) -> tuple[int, ...]:
+        round_ = Round(0, (1,) * len(stepped), "", 0, stepped=stepped)
+        return round_.to_spare(node, least=least, mutual=mutual)
+
+    assert to_spare(True, False, node=1) == (1,)
+    assert to_spare(True, False, node=0) == (), "it fails of itself"
+    assert to_spare(True, False, False, node=0, mutual=True) == (1, 2)
+    assert to_spare(True, False, False, node=0, mutual=True, least=2) == ()
+    assert to_spare(True, False, False, node=2, mutual=True, least=2) == (2,)
+    assert to_spare(True, False, node=1, least=2) == (), "the others are too few"
+    assert to_spare(False, False, node=1) == (), "the program may be broken for all"
+    assert to_spare(True, True, node=1, mutual=True) == ()
+    assert Round(0, (1, 1), "", 0).to_spare(1, least=1, mutual=True) == (), "nobody knows"
+
+
+def test_a_job_is_closed_once_machines_left_more_often_than_it_may_start_again() -> None:
+    restarts, other = Restarts(1), Restarts(1)
+    for spared, closed in ((1, False), (2, True)):
+        restarts.spared += 1
+        other.adopt(restarts.history)
+        assert (other.spared, other.closed) == (spared, closed)
+    other.adopt(Restarts(1).history)
+    assert other.closed, "a machine that comes knows less"
+    assert other.used == 0
 
 
 def test_a_slot_says_where_a_rank_stands(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -144,6 +144,11 @@ class Attempt:
         run = self._pages.get(rank, Cell.RUN_STEPS) or taken
         return (run - 1 if run else None), (taken - 1 if taken else None)
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a rank of this machine has taken an optimizer step since this start, as far as they are counted."""
+        return any(self.steps(rank)[1] for rank in self.local_rank)
+
     def steps_before(self, rank: int) -> int | None:
         """Return the optimizer steps that the run had before this start; None where no Checkpointer counts them."""
         run, taken = (self._pages.get(rank, cell) for cell in (Cell.RUN_STEPS, Cell.STEPS))

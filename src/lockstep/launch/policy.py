@@ -14,6 +14,20 @@ is final
 - if it is the last one once more: the same rank, the same step, the same error. Numbers in a message are not compared:
   they are process ids and losses. A signal from outside (SIGKILL, SIGTERM) is not the job's error and never the same,
   unless the kernel sent it because memory ran out.
+
+Note [Machines that can be spared]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+What is final for a machine need not be so for the job: one that joins a job which trains may lack a module, data or
+room for processes. So where a failure would end the job in a round that has taken no step, and in which machines came
+to others that had taken some, the job goes back to how it was: the machine leaves whose ranks have failed, if it is one
+of those that came. If it is not, but its ranks have raised an error, that may be one of all ranks (seeds that differ),
+of which chance decides who is first; then all leave that came. In either case the others must be enough. They meet
+again and go on from what they saved. This is no restart, and no failure that the next one is compared with; where they
+fail in the same way without those that came, the job ends.
+
+If something starts such a machine again, it may join again, and each time the others stop for it. So the job counts
+this, and once it has been more often than restarts are allowed, those of the last round let nobody in as long as they
+are enough. Where no round has taken a step, the program may be broken for all, and the job ends.
 """
 
 from __future__ import annotations
@@ -490,15 +504,24 @@ class Restarts:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
+        #: How often machines left without which the job went on.
+        self.spared = 0
         self._last: Failure | None = None
 
     @property
     def history(self) -> dict[str, Any]:
         """What other launchers of the job need to know, in JSON's types."""
-        return {"used": self.used, "last": None if self._last is None else asdict(self._last)}
+        return {"used": self.used, "spared": self.spared, "last": None if self._last is None else asdict(self._last)}
+
+    @property
+    def closed(self) -> bool:
+        """Whether the job lets in no machine any more as long as it has enough."""
+        return self.spared > self.limit
 
     def adopt(self, history: dict[str, Any]) -> None:
         """Take over what other launchers of the job know."""
+        if history:
+            self.spared = max(self.spared, history["spared"])
         if history and history["used"] >= self.used:
             self.used = history["used"]
             self._last = None if history["last"] is None else Failure(**history["last"])

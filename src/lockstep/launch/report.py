@@ -275,6 +275,12 @@ def describe(outcome: Outcome, *, elsewhere: bool = False) -> str:
     return "\n".join(lines)
 
 
+def in_brief(outcome: Outcome) -> str:
+    """Report a failure in one line, for machines that it concerns little."""
+    first = _speaker(outcome)
+    return f"rank {first.rank} of {outcome.world_size} failed: {first.cause}"
+
+
 def stopped_for_hang(outcome: Outcome, text: str, seconds: float) -> str:
     """Report that all ranks were stopped because of a hang; ``text`` is the report on it, printed ``seconds`` ago."""
     lines = [f"the ranks still waited {seconds:.0f} s after the report, so all were stopped (--on-hang restart):"]
@@ -315,6 +321,22 @@ def not_restarted(why: Refusal, failure: Failure, *, limit: int) -> str:
         return f"not restarted: the same failure happened twice, on rank {failure.rank}{at}, and would happen again"
     times = "the one restart is" if limit == 1 else f"all {limit} restarts are"
     return f"not restarted: {times} used up (--max-restarts)"
+
+
+def spared(hosts: Sequence[str], count: int, *, closed: bool) -> str:
+    """Say, after a failure, which machines leave a job that goes on without them.
+
+    Args:
+        hosts: the machines.
+        count: how often this has happened, with this time.
+        closed: whether the job lets in no machine any more as long as it has enough.
+    """
+    they, leave, them = ("it", "leaves", "it") if len(hosts) == 1 else ("they", "leave", "them")
+    text = f"no step was taken with {', '.join(hosts)}: {they} {leave}, and the others start again without {them}"
+    if not closed:
+        return text
+    times = counted(count, "time")
+    return f"{text}\nno machine is let in any more while they are enough: this has happened {times} (--max-restarts)"
 
 
 def unseen(ranks: Sequence[int], folder: Path | None) -> str:

@@ -150,6 +150,11 @@ def _open_standard_streams() -> None:
         os.set_inheritable(fd, True)
 
 
+def _is_left_by(verdict: Verdict) -> bool:
+    """Return whether this machine leaves a job that goes on without it, by a verdict as it concerns this machine."""
+    return bool(verdict.leave) and not verdict.again
+
+
 class _Stage(enum.Enum):
     """Where a run is."""
 
@@ -211,6 +216,8 @@ class _Run:
         self._meet_by: float | None = None
         #: The number of the last round, and the identity of the job that met in it.
         self._last_round, self._job = -1, ""
+        #: True if ranks of this machine have taken a step in a round before.
+        self._stepped = False
         #: Why this machine could not go on with the last round; empty: it could.
         self._lost = ""
         #: Why the machines will not meet again, or not start their ranks, and the exit code for that; empty: they may.
@@ -258,12 +265,13 @@ class _Run:
         last = launcher.conclude(code, end=end, word=word)
         for text in last:
             say(text)
-        launcher.notify(
-            Notice.FAILED if end is RunEnd.FAILED else Notice.ENDED,
-            "\n".join([told or f"the job is over: {end.value}", *last]),
-            code=end.code,
-            exit_code=code,
-        )
+        told = "\n".join([told or f"the job is over: {end.value}", *last])
+        if self._verdict is not None and _is_left_by(self._verdict):
+            launcher.notify(Notice.RESTART, told, code=self._verdict.failure.get("code"))
+        else:
+            launcher.notify(
+                Notice.FAILED if end is RunEnd.FAILED else Notice.ENDED, told, code=end.code, exit_code=code
+            )
         unseen = self._streams.unseen()
         if self._logs.lost:
             say(f"the folder of the ranks' logs, {self._logs.path}, was removed while the job ran")
@@ -428,7 +436,7 @@ class _Run:
         step, taken = attempt.steps(first.rank)
         failure = Failure.of(first, step=step, taken=taken, out_of_memory=outcome.out_of_memory)
         again, what_now = self._ask_for_restart(restarts, failure)
-        return Verdict(
+        verdict = Verdict(
             kind,
             node,
             report.describe(outcome, elsewhere=True),
@@ -439,6 +447,31 @@ class _Run:
             history=restarts.history,
             failure=failure_facts(first, step=step, taken=taken, out_of_memory=outcome.out_of_memory),
         )
+        if again or first.is_echo:
+            return verdict
+        mutual = failure.by_itself and not failure.from_outside
+        return self._spare(verdict, report.in_brief(outcome), attempt.round, mutual=mutual)
+
+    def _spare(self, verdict: Verdict, why: str, round_: Round, *, mutual: bool) -> Verdict:
+        """Return a verdict on a failure here that would end the job, or one by which only those leave who can be
+        spared; see Note [Machines that can be spared] in policy.py.
+
+        Args:
+            verdict: that would end it.
+            why: in brief.
+            round_: that of the machines that have met.
+            mutual: as for :meth:`Round.to_spare`.
+        """
+        launcher = self._launcher
+        if self._others is None or launcher.policy.stopped_by is not None or launcher.attempt.has_stepped:
+            return verdict
+        leave = round_.to_spare(round_.node_rank, least=self._others.options.min_nodes, mutual=mutual)
+        if not leave:
+            return verdict
+        restarts = copy.copy(self._restarts)
+        restarts.spared += 1
+        what_now = report.spared([round_.host(node) for node in leave], restarts.spared, closed=restarts.closed)
+        return replace(verdict, text=why, again=True, what_now=what_now, history=restarts.history, leave=leave)
 
     def _judge_hang(self, hung: ReportedHang, outcome: Outcome) -> Verdict:
         """Return the verdict on an attempt whose ranks were stopped because one held up the others."""
@@ -498,7 +531,8 @@ class _Run:
             self._launcher.zygote.kill()  # it may be busy importing for a while
 
     def _leave(self, others: Rendezvous, verdict: Verdict, *, meanwhile: bool) -> None:
-        """Have the client tell the other machines that the job is over, and then leave.
+        """Have the client tell the other machines that the job is over, unless it is this one alone that leaves it, and
+        then leave.
 
         Args:
             others: the client.
@@ -513,7 +547,8 @@ class _Run:
         self._stage = _Stage.LEAVING
         self._patience = time.monotonic() + knobs.times().leaving
         outcome = self._launcher.attempt.outcome(self._streams)
-        others.leave(Leave(over=True, exit_code=closing.for_the_others(self._end(verdict, outcome)), why=why))
+        over = not _is_left_by(verdict)
+        others.leave(Leave(over=over, exit_code=closing.for_the_others(self._end(verdict, outcome)), why=why))
 
     def _end(self, verdict: Verdict | None, outcome: Outcome) -> JobEnd:
         """Gather what decides how this machine's part of the job ends."""
@@ -560,7 +595,7 @@ class _Run:
             self._stay_down(str(error), attempt.round)
 
     def _stay_down(self, why: str, round_: Round) -> None:
-        """End the job, since the ranks of this machine can't be started.
+        """End the job, or this machine's part in it, since its ranks can't be started.
 
         Args:
             why: they can't.
@@ -574,8 +609,12 @@ class _Run:
             return
         code = self._refused_with
         verdict = Verdict(EndKind.FAILED, round_.node_rank, self._refused, again=False, exit_code=code)
+        verdict = self._spare(verdict, self._refused, round_, mutual=False)
+        if verdict.leave:
+            self._refused = f"{self._refused}\n{verdict.what_now}"
         self._others.end(End(verdict.to_json()))
-        self._leave(self._others, verdict, meanwhile=False)
+        self._verdict = replace(verdict, again=False)
+        self._leave(self._others, self._verdict, meanwhile=False)
 
     # The other machines ------------------------------------------------------------------------------------------
 
@@ -586,9 +625,19 @@ class _Run:
             job, fds = others.start()
             self._launcher.selector.register(others, selectors.EVENT_READ)
             self._fork(Fork(CLIENT, {}, job), fds)
+        self._stepped = self._stepped or self._launcher.attempt.has_stepped
         left = None if self._meet_by is None else max(0.0, self._meet_by - time.monotonic())
         others.meet(
-            Meet(self._last_round, self._job, self._restarts.history, self._lost, left, alike=self._spec.alike())
+            Meet(
+                self._last_round,
+                self._job,
+                self._restarts.history,
+                self._lost,
+                left,
+                alike=self._spec.alike(),
+                stepped=self._stepped,
+                closed=self._restarts.closed,
+            )
         )
 
     def _hear_others(self, others: Rendezvous, ready: set[object], now: float) -> None:
@@ -635,6 +684,8 @@ class _Run:
                     self._lose(error, now)
             case Ended():
                 verdict = Verdict.from_json(event.verdict)
+                if self._launcher.attempt.round.node_rank in verdict.leave:
+                    verdict = replace(verdict, again=False)  # it is the others that start again
                 if self._verdict is None:
                     self._verdict = verdict
                     if verdict.kind in (EndKind.FAILED, EndKind.LOST):

@@ -430,6 +430,8 @@ class _Client:
             backend=options.backend,
             lockstep=__version__,
             others=meet.alike | versions,
+            stepped=meet.stepped,
+            closed=meet.closed,
         )
 
     def _gather(self, meet: Meet) -> tuple[Round, list[str]]:
@@ -556,10 +558,13 @@ class _Client:
             number=attempt.number,
             job=job,
             hosts=tuple(card.place for card in cards),
-            history=max((card.history for card in cards), key=lambda history: int(history.get("used", 0))),
+            history=max(
+                (card.history for card in cards), key=lambda said: (said.get("used", 0), said.get("spared", 0))
+            ),
             interface=interface_of(self._address),
             served=True,
             clock=ahead(looks[node], looks[0]),
+            stepped=tuple(card.stepped for card in cards),
         )
         return round_, [each for each in (_skew(walls, round_), *differences(cards)) if each]
 
@@ -659,6 +664,11 @@ class _Client:
         cards = [self._cards[ticket][0] for ticket in attempt.tickets if ticket in self._cards]
         machines = counted(len(attempt.names), "machine")
         who = "; ".join(card.place for card in cards)
+        if any(card.closed for card in cards):
+            return (
+                f"this machine is spare: a job of {machines} is running ({who}), and lets none in while it has enough: "
+                "too many have left without a step (--max-restarts)"
+            )
         if len(attempt.names) < self._options.max_nodes:
             return f"this machine waits to join a running job of {machines} ({who})"
         return (
@@ -785,12 +795,12 @@ class _Client:
                         self._write(self._verdict_key, verdict.to_json())
 
     def _newcomers(self, attempt: RoundAttempt, mine: Card) -> tuple[int, list[str]]:
-        """Return how many machines wait to join, and messages about those that may not, each once."""
+        """Return how many machines wait that may join, and messages about those that do not fit, each once."""
         self._read_cards()
         here = self._here((*attempt.spent, *attempt.tickets))
         here = {ticket: card for ticket, card in here.items() if card.name not in attempt.names}
         waiting = [ticket for ticket in here if not self._objection(mine, ticket)]
-        return len(waiting), self._strangers(mine, self._misfits(mine, here))
+        return 0 if mine.closed else len(waiting), self._strangers(mine, self._misfits(mine, here))
 
     def _leave(self, command: Leave) -> NoReturn:
         """Leave; the machine that serves the store does so when the others have, and those that wait to join."""

@@ -67,6 +67,9 @@ class Card:
     lockstep: str
     #: Name in messages -> another value that should be the same on all machines.
     others: dict[str, str] = field(default_factory=dict)
+    #: True if its ranks have taken steps in a round; True if, as it knows, the job lets in no machine any more.
+    stepped: bool = False
+    closed: bool = False
 
     @property
     def place(self) -> str:
@@ -199,6 +202,9 @@ def enough(cards: Mapping[int, Card], *, since: float | None, now: float, last_c
         last_call: seconds that further machines have to come.
     """
     any_card = next(iter(cards.values()))
+    members = {ticket: card for ticket, card in cards.items() if card.last >= 0}
+    if len(members) >= any_card.least and any(card.closed for card in members.values()):
+        cards = members
     if len(cards) < any_card.least or (len(cards) < any_card.most and (since is None or now - since < last_call)):
         return []
     # Those of the last round keep their places before others that wait for one.

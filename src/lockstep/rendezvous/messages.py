@@ -47,6 +47,8 @@ class Round:
     #: How far this machine's CLOCK_MONOTONIC was ahead of machine 0's, by how much that may be wrong, and when that was
     #: on this clock, in nanoseconds; None: not known.
     clock: tuple[int, int, int] | None = None
+    #: Machine -> True if its ranks had taken steps in a round before; empty: not known.
+    stepped: tuple[bool, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -73,6 +75,19 @@ class Round:
     def host(self, node: int) -> str:
         """Return what a machine is called, for messages."""
         return f"machine {node} ({self.hosts[node]})" if self.hosts else f"machine {node}"
+
+    def to_spare(self, node: int, *, least: int, mutual: bool) -> tuple[int, ...]:
+        """Return the machines without which the others go on though a machine's ranks can't take a step; none: they
+        can't. See Note [Machines that can be spared] in launch/policy.py.
+
+        Args:
+            node: the machine, which leaves if it came to others that had taken steps.
+            least: how many have to be left.
+            mutual: whether it may fail only because of those that came, if it is none of them: then they leave.
+        """
+        came = tuple(each for each, stepped in enumerate(self.stepped) if not stepped)
+        leave = (node,) if node in came else came if mutual else ()
+        return leave if any(self.stepped) and len(self.ranks) - len(leave) >= least else ()
 
 
 class EndKind(str, enum.Enum):
@@ -111,6 +126,8 @@ class Verdict:
     history: dict[str, Any] = field(default_factory=dict)
     #: FAILED: how the first rank to fail ended; see ``failure_facts`` in launch/policy.py.
     failure: dict[str, Any] = field(default_factory=dict)
+    #: FAILED: machines that leave; only the others start again.
+    leave: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return what :meth:`from_json` reads back."""
@@ -119,7 +136,7 @@ class Verdict:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Verdict:
         """Read what another machine wrote."""
-        return cls(**{**fields, "kind": EndKind(fields["kind"])})
+        return cls(**{**fields, "kind": EndKind(fields["kind"]), "leave": tuple(fields["leave"])})
 
 
 # Launcher to client --------------------------------------------------------------------------------------------------
@@ -161,6 +178,9 @@ class Meet:
     seconds: float | None = None
     #: Name in messages -> value that should be the same on all machines.
     alike: dict[str, str] = field(default_factory=dict)
+    #: True if ranks of this machine have taken steps in a round; True if the job lets no machine in any more.
+    stepped: bool = False
+    closed: bool = False
 
 
 @dataclass(frozen=True)
@@ -204,7 +224,8 @@ class Met:
         """The round."""
         fields = self.round
         clock = None if fields["clock"] is None else tuple(fields["clock"])
-        return Round(**{**fields, "ranks": tuple(fields["ranks"]), "hosts": tuple(fields["hosts"]), "clock": clock})
+        lists = {name: tuple(fields[name]) for name in ("ranks", "hosts", "stepped")}
+        return Round(**{**fields, **lists, "clock": clock})
 
 
 @dataclass(frozen=True)

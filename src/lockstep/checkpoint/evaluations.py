@@ -146,7 +146,8 @@ class Evaluations:
         # One that was removed may come again with other numbers, from an evaluation that was begun anew.
         self._final = {name: self._final[name] for name in names if name in self._final}
         found = [self._one(name) for name in names]
-        return sorted((each for each in found if each is not None), key=_age)
+        results = [each for each in found if each is not None]
+        return sorted(results, key=lambda each: folders.age(PurePath(each.checkpoint)))
 
     def of(self, checkpoints: set[str]) -> list[Evaluated]:
         """Return the results of the checkpoints with these names."""
@@ -180,10 +181,6 @@ class Evaluations:
         if found is not None and found.is_final:
             self._final[name] = found
         return found
-
-
-def _age(evaluated: Evaluated) -> tuple[int, int]:
-    return folders.age(PurePath(evaluated.checkpoint))
 
 
 def is_identity(text: Any) -> bool:

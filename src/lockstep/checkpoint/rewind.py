@@ -120,8 +120,3 @@ def _unused(root: Path) -> Path:
     while (root / f"{_ASIDE}{number}").exists():
         number += 1
     return root / f"{_ASIDE}{number}"
-
-
-def sets_aside(root: Path) -> list[Path]:
-    """List the folders of checkpoints that were set aside in a run's folder."""
-    return sorted(path for path in root.glob(f"{_ASIDE}*") if path.is_dir() and folders.checkpoints(path))

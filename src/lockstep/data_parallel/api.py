@@ -151,7 +151,7 @@ class DataParallel(nn.Module):
         if forward.options != self._options():
             forward = self._begin()  # an attribute was set, or .module is another one
         target = kwargs.pop("target", _NOT_GIVEN) if self.criterion is not None else _NOT_GIVEN
-        return _run(forward, inputs, kwargs, target)
+        return forward.run(inputs, kwargs, target)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_forward"}
@@ -159,11 +159,6 @@ class DataParallel(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._begin()
-
-
-@_torch.mark_untraced
-def _run(forward: _ParallelForward, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
-    return forward.run(inputs, kwargs, target)
 
 
 class _ForwardOptions(NamedTuple):
@@ -201,6 +196,7 @@ class _ParallelForward:
             roots.append(("criterion", self._criterion))
         self._replicas = Replicas(roots, self._devices, self.copier)
 
+    @_torch.mark_untraced
     def run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
         self._check_arguments(inputs, kwargs, target)
         if not self._devices:

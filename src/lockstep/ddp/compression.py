@@ -35,7 +35,7 @@ def encode(rows: Tensor, compression: Compression | None) -> Tensor:
         compression: None: the numbers themselves.
 
     Returns:
-        uint8 [n, :func:`encoded_length`].
+        uint8 [n, bytes]; a row has ``4 * length``, and compressed ``length + 4 * length / BLOCK``.
     """
     if compression is None:
         return rows.contiguous().view(torch.uint8)
@@ -55,8 +55,3 @@ def decode(rows: Tensor, compression: Compression | None) -> Tensor:
     steps = rows[:, :length].contiguous().view(torch.int8).view(len(rows), -1, BLOCK)
     scales = rows[:, length:].contiguous().view(torch.float32).unsqueeze(2)
     return (steps * scales).view(len(rows), length)
-
-
-def encoded_length(length: int, compression: Compression | None) -> int:
-    """Return the number of bytes that a row of ``length`` numbers is sent as."""
-    return 4 * length if compression is None else length + 4 * (length // BLOCK)

@@ -246,7 +246,7 @@ class DriftCheck:
         wanted = self._costs.wanted()
         votes = [int(power == wanted) for power in range(_LEAST, _MOST + 1)]
         if isinstance(digest, Tensor):
-            bits = (digest >> _bit_positions(flags.device)) & 1
+            bits = (digest >> torch.arange(BITS, device=flags.device)) & 1
             vote = torch.tensor(votes, dtype=flags.dtype).to(flags.device, non_blocking=True)
             flags.copy_(torch.cat([bits.to(flags.dtype), (1 - bits).to(flags.dtype), vote]))
         else:
@@ -397,7 +397,3 @@ def _combine(first: int | Tensor, second: int | Tensor, device: torch.device) ->
         for each in (first, second)
     ]
     return (tensors[0] * 31 + tensors[1]) & ((1 << BITS) - 1)
-
-
-def _bit_positions(device: torch.device) -> Tensor:
-    return torch.arange(BITS, device=device)

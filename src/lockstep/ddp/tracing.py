@@ -14,7 +14,6 @@ ended: if gradients come in portions, or some are not used, it is unknown before
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from time import monotonic_ns
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -116,7 +115,7 @@ class _Seen:
         reducer = replica.reducer
         if self._about["why_not"] or reducer.overlaps:
             return
-        parts = _cut(reducer, replica.bucket_caps)
+        parts = plan_buckets([*map(ParameterSpec.of, reducer.params)], caps=replica.bucket_caps)
         self._about["buckets"] = [sum(reducer.params[i].nbytes for i in part) for part in parts]
         for bucket, part in enumerate(parts):
             # (One that is frozen by now has no gradient to wait for.)
@@ -196,11 +195,6 @@ def _samples() -> dict[str, float]:
     if share is None or isinstance(share, Items):
         return {}
     return {"local_samples": float(share.local_samples), "global_samples": float(share.global_samples)}
-
-
-def _cut(reducer: Reducer, caps: Sequence[int]) -> Sequence[Sequence[int]]:
-    """Return the positions of the parameters of each bucket that would be sent during backward."""
-    return plan_buckets([*map(ParameterSpec.of, reducer.params)], caps=caps)
 
 
 tracing.look_with(_Gradients())

@@ -26,8 +26,6 @@ from typing import Any
 
 from lockstep.text import as_duration, as_rate
 
-ALGORITHMS = ("ring", "tree", "hierarchical")
-
 
 @dataclass(frozen=True)
 class Link:
@@ -68,7 +66,7 @@ class Network:
         Args:
             size: bytes.
             ranks: the number of ranks that take part.
-            algorithm: one of :data:`ALGORITHMS`, or ``best``.
+            algorithm: ``ring``, ``tree``, ``hierarchical`` or ``best``.
         """
         ways = {"ring": self._ring, "tree": self._tree, "hierarchical": self._hierarchical}
         tried = ways if algorithm == "best" else {algorithm: ways[algorithm]}

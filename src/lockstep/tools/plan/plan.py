@@ -144,7 +144,7 @@ class Setting:
     """The setting that a plan is for."""
 
     network: Network
-    #: One of ALGORITHMS, or ``best``.
+    #: How an all-reduce is done, as in :meth:`Network.all_reduce`.
     algorithm: str = "best"
     #: ``strong``: the global batch stays and is cut among more ranks; ``weak``: it grows with them.
     scaling: str = "strong"

@@ -128,10 +128,6 @@ def _compare(porting: Porting) -> None:
             )
 
 
-def _decided(porting: Porting, node: cst.Attribute) -> bool:
-    return porting.script.is_replaced(node)
-
-
 def _clip(name: str) -> prepared.MethodRule:
     return as_method(f"torch.nn.utils.{name}({{args}})")
 

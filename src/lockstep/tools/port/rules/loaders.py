@@ -6,7 +6,7 @@ import libcst as cst
 
 from lockstep.tools.port.porting import Porting
 from lockstep.tools.port.script import argument, constant, has_stars
-from lockstep.tools.port.values import DISTRIBUTED_SAMPLER, Kind
+from lockstep.tools.port.values import Kind
 
 #: Names of functions by which scripts average over ranks.
 _REDUCTIONS = {"all_reduce", "reduce", "allreduce"}
@@ -191,8 +191,3 @@ def _remove_set_epoch(porting: Porting, sampler: cst.Call) -> None:
         if its and statement is not None:
             script.remove(statement)
             porting.changed(statement, "set_epoch", "a sharded loader begins the next epoch by itself")
-
-
-def is_distributed_sampler(porting: Porting, call: cst.Call) -> bool:
-    """Return whether a call makes a DistributedSampler."""
-    return porting.script.full_name(call.func) in DISTRIBUTED_SAMPLER

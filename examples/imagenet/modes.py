@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import lockstep
 from examples.imagenet.options import Options
 from examples.imagenet.transforms import FromBytes
-from lockstep import knobs
 
 #: What a rank runs.
 Main = Callable[[Options], None]
@@ -55,7 +54,7 @@ def _meet(address: tuple[str, int], *, node_rank: int | None = None, **place: in
     place["group_rank"] = place["rank"] if node_rank is None else node_rank
     os.environ.update({name.upper(): str(number) for name, number in place.items()})
     # The file in which the ranks of one machine meet; those of several meet at the address.
-    os.environ.pop(knobs.STORE, None)
+    os.environ.pop("LOCKSTEP_STORE", None)
 
 
 @dataclass(frozen=True)

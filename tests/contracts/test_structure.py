@@ -1,8 +1,9 @@
-"""What linters do not hold: no circle of files, one class for one name, and one value for one constant."""
+"""What linters do not hold: no circle of files, one class for a name, one value for a constant, one note."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -83,3 +84,36 @@ def test_a_constant_is_given_one_value() -> None:
     assert len(files) > 500
     twice = {str(file): _given_twice(file.read_text()) for file in files}
     assert {file: names for file, names in twice.items() if names} == {}
+
+
+#: A note where it is written: its name on a line of its own, underlined.
+_WRITTEN = re.compile(r"^ *(?:# )?Note \[([^\]\n]+)\]\n *(?:# )?~{3,}$", re.MULTILINE)
+#: Citations, which may go over the end of a line and name several: Notes [A] in `a.py`, [B] and [C].
+_CITED = re.compile(r"\bNotes? \[[^\]]+\](?:(?: in `+[\w./]+`+)?(?:,| and|, and) \[[^\]]+\])*")
+
+
+def _notes(text: str) -> tuple[list[str], list[str]]:
+    """Return the notes that a text has, and those that it cites."""
+    unfolded = re.sub(r"\n[ #]*", " ", _WRITTEN.sub("", text))
+    cited = [name for each in _CITED.findall(unfolded) for name in re.findall(r"\[([^\]]+)\]", each)]
+    return _WRITTEN.findall(text), cited
+
+
+def test_a_note_that_is_cited_is_written_once() -> None:
+    text = "Note [A]\n~~~~~~~~\nAs\nNotes [B] in `b.py`, [C\n  d] in `c.py` and [E]: [f](g)\n    # Note\n    # [H]\n"
+    assert _notes(text) == (["A"], ["B", "C d", "E", "H"])
+    folders = ("src", "tests", "benchmarks", "examples", "scripts", "docs")
+    files = [file for folder in folders for file in (_ROOT / folder).rglob("*") if file.suffix in (".py", ".md")]
+    files = [file for file in files if file != Path(__file__)]
+    written: dict[str, list[str]] = defaultdict(list)
+    cited: dict[str, list[str]] = defaultdict(list)
+    for file in [*files, *_ROOT.glob("*.md")]:
+        own, others = _notes(file.read_text())
+        for name in own:
+            written[name].append(str(file.relative_to(_ROOT)))
+        for name in others:
+            cited[name].append(str(file.relative_to(_ROOT)))
+    assert len(cited) > 150
+    assert {name: where for name, where in written.items() if len(where) > 1} == {}, "written more than once"
+    assert {name: where for name, where in cited.items() if name not in written} == {}, "written nowhere"
+    assert all(where[0].startswith(("src/", "examples/")) for where in written.values())

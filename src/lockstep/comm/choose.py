@@ -1,9 +1,11 @@
 """Choose the default group's backend for CPU ranks that name none: "shm" if it opens on all of them, else
 "hierarchical" if that does (the job spans hosts, and some host has several ranks), else gloo.
 
-Note [All ranks or none]: the ranks open the group's memory first, by themselves, and tell each other whether that
-went well; torch's part comes afterwards, waits for no other rank, and its outcome is told as well. So a rank on which
-the backend fails, for whatever reason, keeps no other rank waiting: all learn of it and take the next backend together.
+Note [All ranks or none]
+~~~~~~~~~~~~~~~~~~~~~~~~
+The ranks open the group's memory first, by themselves, and tell each other whether that went well; torch's part comes
+afterwards, waits for no other rank, and its outcome is told as well. So a rank on which the backend fails, for whatever
+reason, keeps no other rank waiting: all learn of it and take the next backend together.
 """
 
 from __future__ import annotations

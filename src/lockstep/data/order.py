@@ -5,6 +5,21 @@ Note [Global order]
 An epoch has one order of samples, made from (seed, epoch, length). The order is cut into global batches, and each
 global batch into one contiguous share per rank. Nothing above the last cut knows how many ranks there are, so a job
 takes the same batches with 1 rank or 64, and a position in the order means the same after the world has changed size.
+
+Note [Long epochs]
+~~~~~~~~~~~~~~~~~~
+A list of all indices takes eight bytes a sample on every rank, and the first batch waits until it is shuffled. So above
+:data:`LISTED` samples the order is a function: a permutation of the places, of which a block is computed when one of
+its places is asked for. The places are laid out in a rectangle that is about a square, and a place is its row and
+column. Each round adds a number that is drawn from the column (by ``mixed``, with a key of the round) to the row,
+modulo the number of rows, and swaps the two. A round can be undone by whoever knows its key, so the rounds together are
+a permutation of the rectangle: a Feistel network for two halves of unequal size (Black and Rogaway, "Ciphers with
+Arbitrary Finite Domains", CT-RSA 2002). The rectangle has up to a row more places than the epoch has samples; what
+leads there is permuted again until it leads to a sample, which leaves a permutation of the samples (cycle walking, in
+the same paper).
+
+It depends on (seed, epoch, length) alone, as the list does, so it is the same on every rank and in a run that is
+resumed.
 """
 
 from __future__ import annotations

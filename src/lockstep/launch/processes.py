@@ -53,7 +53,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 # Note [Torn down by the kernel]
-# ------------------------------
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 # Once Python is finalized, exit() calls what C and C++ libraries have registered, the last first. torch takes its
 # tables of operators apart then, entry by entry, though all of the memory goes anyway: 0.15 s of the 0.27 s of
 # processor time that a rank takes to leave. What a forked rank registers here is called after what its own program's

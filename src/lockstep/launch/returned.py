@@ -16,7 +16,7 @@ from lockstep.errors import said
 from lockstep.launch import by_value as typed
 
 # Note [Values that can't be sent]
-# --------------------------------
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 # Functions written for torch's spawn, which drops what they return, may return anything: a model with hooks, a file.
 # Such a function has done its work, so this fails nothing: the program gets None in its place and a warning with the
 # reason.

@@ -12,6 +12,7 @@ from tests.faults.planted_in_gradients import GRADIENT_FAULTS
 from tests.faults.planted_in_jobs import JOB_FAULTS
 from tests.faults.planted_in_recorder import RECORDER_FAULTS
 from tests.faults.planted_in_runs import RUN_FAULTS
+from tests.faults.planted_on_gpus import GPU_FAULTS
 from tests.faults.planting import Fault, changed, plant, run_tests
 
 _LIMIT = 300.0
@@ -32,6 +33,13 @@ def test_somebody_notices(fault: Fault, tmp_path: Path) -> None:
 def test_every_fault_has_its_place() -> None:
     for fault in FAULTS:
         compile(changed(fault), fault.file, "exec")
+
+
+def test_the_document_says_how_many_there_are() -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "reliability.md").read_text().split())
+    assert f"plants {len(FAULTS)} faults in copies of the package" in page
+    assert f"and {len(GPU_FAULTS)} more in the lines about GPUs" in page
+    assert f"copies of the checkpoint code, of which there are {len(CHECKPOINT_FAULTS)} now" in page
 
 
 @pytest.mark.campaign

@@ -2,7 +2,7 @@
 
 ::
 
-    lockstep doctor  ──pipe or ssh──  hosted.py on each host  ──  the checks, in the order of CHECKS in checks.py
+    lockstep doctor  ──pipe or ssh──  hosted.py on each host  ──  the checks, in the order of its CHECKS
     visit.py                                                  ──  child.py: torch's own words, a job of two ranks
 
 Findings are data (findings.py). A check looks at one machine and returns its findings; faults between machines

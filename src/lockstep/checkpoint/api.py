@@ -155,8 +155,8 @@ class Checkpointer:
         #: The step at which the epoch under way began.
         self._began_at = 0
         for name, hook in (
-            ("register_end_of_pass_hook", Checkpointer._note_end_of_pass),
-            ("register_early_end_hook", Checkpointer._note_early_end),
+            ("_register_end_of_pass_hook", Checkpointer._note_end_of_pass),
+            ("_register_early_end_hook", Checkpointer._note_early_end),
         ):
             register = getattr(loader, name, None)
             if register is not None:
@@ -274,8 +274,8 @@ class Checkpointer:
 
     # For the boundary, and for the thread that saves from the side.
 
-    def begin_aside(self) -> bool:
-        """Keep the loop from writing a checkpoint until :meth:`end_aside`. Return False if one is being written."""
+    def _begin_aside(self) -> bool:
+        """Keep the loop from writing a checkpoint until :meth:`_end_aside`. Return False if one is being written."""
         if not self._writing.acquire(blocking=False):
             return False
         if self._background.is_writing:
@@ -283,21 +283,21 @@ class Checkpointer:
             return False
         return True
 
-    def end_aside(self) -> None:
+    def _end_aside(self) -> None:
         """Let the loop write checkpoints again."""
         self._writing.release()
 
     @property
-    def trains_apart(self) -> bool:
+    def _trains_apart(self) -> bool:
         """Whether the ranks train apart between rounds."""
         return self._local_training is not None
 
     @property
-    def has_news(self) -> bool:
+    def _has_news(self) -> bool:
         """Whether there are steps that are in no checkpoint."""
         return self._position.step != (self._position.last_saved or 0)
 
-    def room(self) -> tuple[int, int] | None:
+    def _room(self) -> tuple[int, int] | None:
         """**Rank 0.** Return the bytes that are free where checkpoints go, and those of a checkpoint; None: unknown."""
         if not isinstance(self.folder, Path):
             return None
@@ -314,7 +314,7 @@ class Checkpointer:
             each.nbytes for each in state if isinstance(each, torch.Tensor) and not nn.parameter.is_lazy(each)
         )
 
-    def epoch_is_done(self) -> bool | None:
+    def _epoch_is_done(self) -> bool | None:
         """Return whether the epoch is done where a run is saved now, in an evaluation; None: the loader knows."""
         position, loader = self._position, self._run.loader
         if getattr(loader, "in_epoch", False):
@@ -323,7 +323,7 @@ class Checkpointer:
         knows = isinstance(getattr(loader, "in_epoch", None), bool)
         return False if begins or (position.in_body and not knows) else None
 
-    def save_aside(self, run: RunAtRest, moment: Moment, peers: Peers, settle: Settle) -> Saved:
+    def _save_aside(self, run: RunAtRest, moment: Moment, peers: Peers, settle: Settle) -> Saved:
         """**Collective.** Write a checkpoint of a run at rest, by these peers alone; for a thread that has begun it.
 
         Raises:

@@ -83,34 +83,34 @@ class SavesAside(Protocol):
     @property
     def step(self) -> int: ...
 
-    def begin_aside(self) -> bool:
-        """Keep the loop from writing a checkpoint until :meth:`end_aside`. Return False if one is being written."""
+    def _begin_aside(self) -> bool:
+        """Keep the loop from writing a checkpoint until :meth:`_end_aside`. Return False if one is being written."""
         ...
 
-    def end_aside(self) -> None:
+    def _end_aside(self) -> None:
         """Let the loop write checkpoints again."""
         ...
 
     @property
-    def trains_apart(self) -> bool:
+    def _trains_apart(self) -> bool:
         """Whether the ranks train apart between rounds."""
         ...
 
-    def room(self) -> tuple[int, int] | None:
+    def _room(self) -> tuple[int, int] | None:
         """**Rank 0.** Return the bytes that are free where checkpoints go, and those of a checkpoint; None: unknown."""
         ...
 
     @property
-    def has_news(self) -> bool:
+    def _has_news(self) -> bool:
         """Whether there are steps that are in no checkpoint."""
         ...
 
-    def epoch_is_done(self) -> bool | None:
+    def _epoch_is_done(self) -> bool | None:
         """Return whether the epoch is done where a run is saved now, in an evaluation; None: the loader knows."""
         ...
 
-    def save_aside(self, run: RunAtRest, moment: Moment, peers: Peers, settle: Settle) -> Saved:
-        """**Collective.** Write a checkpoint of a run at rest, by these peers alone, after :meth:`begin_aside`."""
+    def _save_aside(self, run: RunAtRest, moment: Moment, peers: Peers, settle: Settle) -> Saved:
+        """**Collective.** Write a checkpoint of a run at rest, by these peers alone, after :meth:`_begin_aside`."""
         ...
 
 
@@ -354,13 +354,13 @@ class SideSaver:
         if now < self._look_at_room or saver is None or not self._world.is_main:
             return
         self._look_at_room = now + knobs.times().aside_room
-        found = saver.room()
+        found = saver._room()
         if found is None:
             return
         free, size = found
         if free >= 3 * size:
             self._is_full = False
-        elif free < 2 * size and not self._is_full and saver.has_news:
+        elif free < 2 * size and not self._is_full and saver._has_news:
             self._is_full = True
             self._requests.save = True
             self._say(
@@ -408,7 +408,7 @@ class SideSaver:
             self._attempts, self._tried_at = number, time.monotonic()
             if self._keeps_others_out:
                 self._keeps_others_out = False
-                saver.end_aside()
+                saver._end_aside()
             if self._requests.saved is None:
                 self._release()
 
@@ -468,7 +468,7 @@ class SideSaver:
                 f"changed since it was where rank {behind} is"
             )
         steps = [each.step for each in everyone]
-        if saver.trains_apart or len(set(steps)) == 1:
+        if saver._trains_apart or len(set(steps)) == 1:
             return ""
         least, most = min(steps), max(steps)
         return (
@@ -494,11 +494,11 @@ class SideSaver:
         """Return why this rank can't be saved now; empty: it can."""
         if self._closed:
             return "has left its loop"
-        self._keeps_others_out = self._keeps_others_out or saver.begin_aside()
+        self._keeps_others_out = self._keeps_others_out or saver._begin_aside()
         if not self._keeps_others_out:
             return "is writing another checkpoint"
-        if saver.trains_apart or not self._rest.knows_steps:
-            kind = "is trained by LocalSteps" if saver.trains_apart else "has no optimizer= in its Checkpointer"
+        if saver._trains_apart or not self._rest.knows_steps:
+            kind = "is trained by LocalSteps" if saver._trains_apart else "has no optimizer= in its Checkpointer"
             paused = self._is_paused and (self._rest.points or self._note_evaluation(saver))
             return "" if paused else f"{kind}, so it can only be left in a step or in saved.between_steps()"
         if saver.step > target and self._rest.pending is not None:
@@ -523,7 +523,7 @@ class SideSaver:
     def _note_evaluation(self, saver: SavesAside) -> bool:
         """Note the present as the point of rest of an evaluation, if the main thread is in one and still was then."""
         if self._rest.evaluates or self._is_paused:
-            point = self._rest.evaluating(saver.epoch_is_done())
+            point = self._rest.evaluating(saver._epoch_is_done())
             if self._rest.evaluates or self._is_paused:
                 self._in_evaluation = point
         return self._in_evaluation is not None
@@ -538,7 +538,7 @@ class SideSaver:
         peers = self._peers(number, "write", self._world.timeout)
         # Together: where a state is not known on one rank, the others must not wait for its part.
         run, _ = together(peers, lambda: rest.at(point, self._pending), lambda _: None)
-        saved = saver.save_aside(run, replace(point.moment, step=step), peers, _settle(everyone))
+        saved = saver._save_aside(run, replace(point.moment, step=step), peers, _settle(everyone))
         if rest.begun != begun:
             raise LockstepError(f"rank {rank}: an optimizer has stepped while the ranks held for a save")
         return saved, step

@@ -70,7 +70,7 @@ class StepBoundary:
     def watch(self, loader: object) -> None:
         """Register with ``loader`` to be called before its next batch, if it has such a hook."""
         register: Callable[[Callable[[], object]], object] | None
-        register = getattr(loader, "register_step_boundary_hook", None)
+        register = getattr(loader, "_register_step_boundary_hook", None)
         if register is not None:
             self._watched = True
             self._loader = weakref.ref(loader)
@@ -107,7 +107,7 @@ class StepBoundary:
 
         Such a pass measures something, say the statistics of an average. A resumed run would train on its rest.
         """
-        if not self._counts_steps or (trained_apart and saver.trains_apart):
+        if not self._counts_steps or (trained_apart and saver._trains_apart):
             return False
         epoch, steps = getattr(self._loader(), "epoch", None), saver.step
         if epoch != self._pass:

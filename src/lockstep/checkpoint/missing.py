@@ -21,7 +21,7 @@ from lockstep.checkpoint.state import RunState
 from lockstep.text import counted, joined, listed
 
 #: How a loader shows that its position can be saved and listened to.
-_LOADER_HOOK = "register_end_of_pass_hook"
+_LOADER_HOOK = "_register_end_of_pass_hook"
 
 
 def words_on_missing(run: RunState, *, besides: Collection[str] = ()) -> str:

@@ -333,7 +333,7 @@ class Rest:
         return RestPoint(
             self._position.now(),
             epoch_done,
-            None if loader is None else getattr(loader, "position_now", partial(_position_of, loader))(),
+            None if loader is None else getattr(loader, "_position_now", partial(_position_of, loader))(),
             None if run.scheduler is None else self._scheduler_state(),
             [*map(OptionGroup.all_of, self._optimizers)],
             self._objects.note() if self._has_objects else {},

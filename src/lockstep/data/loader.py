@@ -252,11 +252,11 @@ class ShardedLoader:
         self._drawn: str | None = None
         #: The pass under way; a newer one supersedes it.
         self._pass: object | None = None
-        #: Hooks to call between two steps; see register_step_boundary_hook.
+        #: Hooks to call between two steps; see _register_step_boundary_hook.
         self._boundary_hooks: dict[int, Callable[[], object]] = OrderedDict()
-        #: Hooks to call after an epoch's last batch; see register_end_of_pass_hook.
+        #: Hooks to call after an epoch's last batch; see _register_end_of_pass_hook.
         self._end_hooks: dict[int, Callable[[], object]] = OrderedDict()
-        #: Hooks to call where a loop is left early; see register_early_end_hook.
+        #: Hooks to call where a loop is left early; see _register_early_end_hook.
         self._early_end_hooks: dict[int, Callable[[], object]] = OrderedDict()
         #: True while these are called.
         self._is_left = False
@@ -450,7 +450,7 @@ class ShardedLoader:
         self._epochs.load(saved)
         self._pass = None
 
-    def register_step_boundary_hook(self, hook: Callable[[], object]) -> RemovableHandle:
+    def _register_step_boundary_hook(self, hook: Callable[[], object]) -> RemovableHandle:
         """Register ``hook`` to be called between two steps: when the loop is done with a batch and asks for the next.
 
         The whole step is over then: the optimizer's step, the schedule, averages of weights. The loader's state counts
@@ -464,7 +464,7 @@ class ShardedLoader:
         self._boundary_hooks[handle.id] = hook
         return handle
 
-    def register_end_of_pass_hook(self, hook: Callable[[], object]) -> RemovableHandle:
+    def _register_end_of_pass_hook(self, hook: Callable[[], object]) -> RemovableHandle:
         """Register ``hook`` to be called after an epoch's last batch, before the loader moves to the next epoch.
 
         The loader's state is then still that of the finished epoch. The hook is not called if the loop is left early.
@@ -476,7 +476,7 @@ class ShardedLoader:
         self._end_hooks[handle.id] = hook
         return handle
 
-    def register_early_end_hook(self, hook: Callable[[], object]) -> RemovableHandle:
+    def _register_early_end_hook(self, hook: Callable[[], object]) -> RemovableHandle:
         """Register ``hook`` to be called where a loop is left early, before the loader moves to the next epoch.
 
         The loader's state is then that of a finished epoch: a pass that continues from it has no more batches. What the
@@ -512,7 +512,7 @@ class ShardedLoader:
             **self._epochs.state(in_epoch=cursor.in_epoch),
         )
 
-    def position_now(self) -> PositionNow:
+    def _position_now(self) -> PositionNow:
         """Return the position, from which the state can be made later. Costs a microsecond where lockstep orders."""
         cursor = self._cursor
         if self._source.order not in ("sequential", "shuffled"):  # others have a state of their own

@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 
 def _average_gradients(model: nn.Module, world: lockstep.World) -> None:
-    """The exact mean over unequal slices; see Note [Exact mean]."""
+    """The exact mean over unequal shares; see Note [Exact mean]."""
     weight = 1.0 if world.share is None else world.share.weight(world.world_size)
     for parameter in model.parameters():
         assert parameter.grad is not None

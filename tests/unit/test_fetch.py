@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
 from torch.utils.data import default_collate
 
 from lockstep.data.contents import contents_of, fingerprint
-from lockstep.data.fetch import Fetched, FetchingDataset, SliceKey, nothing_of
+from lockstep.data.fetch import BatchKey, Fetched, FetchingDataset, nothing_of
 from lockstep.data.inner import naming_dead_workers
 from lockstep.errors import PeerLost
 from lockstep.trees import leaves, map_leaves, to_device
@@ -160,9 +160,9 @@ def test_a_sample_that_stops_an_iteration_is_an_error() -> None:
             return next(iter([7][index:]))
 
     fetching = FetchingDataset(Ends(), default_collate, seeded=True, tells_indices=False)
-    assert fetching[SliceKey([0], [0], 1, 1, 5)].batch.tolist() == [7]
+    assert fetching[BatchKey([0], [0], 1, 1, 5)].batch.tolist() == [7]
     with pytest.raises(RuntimeError, match=r"Ends.__getitem__ or the collate_fn raised StopIteration"):
-        fetching[SliceKey([1], [0], 1, 1, 5)]
+        fetching[BatchKey([1], [0], 1, 1, 5)]
 
 
 def test_a_dataset_that_answers_to_any_name_is_no_table() -> None:

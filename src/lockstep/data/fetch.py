@@ -1,4 +1,4 @@
-"""Fetch slices in worker processes or the main one: a DataLoader that takes keys and returns this rank's batches."""
+"""Fetch batches in worker processes or the main one: a DataLoader that takes keys and returns this rank's shares."""
 
 from __future__ import annotations
 
@@ -37,9 +37,12 @@ Collate = Callable[[list[Any]], Any]
 COLLATE = 2**62
 
 
-class SliceKey(NamedTuple):
-    """All that a worker needs to fetch one slice. It is sent with each request, since a worker that persists over
-    epochs holds a copy of the dataset as it was at the worker's start."""
+class BatchKey(NamedTuple):
+    """All that a worker needs to fetch one batch: a rank's share of a global batch, or a slice of it.
+
+    It is sent with each request, since a worker that persists over epochs holds a copy of the dataset as it was at the
+    worker's start.
+    """
 
     #: The indices of this rank's samples; if it has none, the index of the global batch's first sample, as a pattern.
     indices: list[int]
@@ -60,11 +63,11 @@ class SliceKey(NamedTuple):
         return self.positions[0]
 
 
-class StepKey(NamedTuple):
+class SlicesKey(NamedTuple):
     """All that a worker needs to fetch a rank's slices of a global batch."""
 
     #: The keys of the rank's slices that have samples.
-    slices: list[SliceKey]
+    slices: list[BatchKey]
     #: The number of each of these slices.
     numbers: list[int]
     #: The position of the batch's first sample in the epoch's order.
@@ -149,9 +152,9 @@ class FetchingDataset(Dataset[Fetched]):
         #: Told which sample is fetched; set in the workers of a job that lockstep started.
         self.at_work: AtWork | None = None
 
-    def __getitem__(self, key: SliceKey | StepKey) -> Fetched:
+    def __getitem__(self, key: BatchKey | SlicesKey) -> Fetched:
         try:
-            if isinstance(key, StepKey):
+            if isinstance(key, SlicesKey):
                 batches = [self._fetched(each, sliced=True) for each in key.slices]
                 return Fetched(batches, key.samples, key.global_samples, key.numbers, key.sizes)
             indices = key.indices[: key.samples] if self._tells_indices else ()
@@ -162,7 +165,7 @@ class FetchingDataset(Dataset[Fetched]):
                 "the epoch on this rank alone: a next() in it came to the end of its iterator"
             ) from error
 
-    def _fetched(self, key: SliceKey, *, sliced: bool = False) -> Any:
+    def _fetched(self, key: BatchKey, *, sliced: bool = False) -> Any:
         if self._at_once:
             rows = torch.tensor(key.indices[: key.samples], dtype=torch.int64)
             return [*map(itemgetter(rows), self.dataset.tensors)]
@@ -171,7 +174,7 @@ class FetchingDataset(Dataset[Fetched]):
         with own_generators(self._seeds is not None or seeds_collate):
             return self._fetch(key, seeds_collate=seeds_collate, sliced=sliced)
 
-    def _fetch(self, key: SliceKey, *, seeds_collate: bool, sliced: bool) -> Any:
+    def _fetch(self, key: BatchKey, *, seeds_collate: bool, sliced: bool) -> Any:
         seed = mix(key.epoch_key, key.position, COLLATE) if seeds_collate else None
         if self.at_work is not None:
             self.at_work.note(key.indices[0])
@@ -179,13 +182,13 @@ class FetchingDataset(Dataset[Fetched]):
             return collated_to_keep(self._given(key), self._collate, seed=seed)
         return collated(self._given(key), self._collate, empty=key.samples == 0, seed=seed)
 
-    def samples(self, key: SliceKey) -> list[Any]:
-        """Return the samples of a slice as the dataset gives them, with the random numbers that they have in training,
+    def samples(self, key: BatchKey) -> list[Any]:
+        """Return the samples of a batch as the dataset gives them, with the random numbers that they have in training,
         and not collated."""
         with own_generators(self._seeds is not None):
             return self._given(key)
 
-    def _given(self, key: SliceKey) -> list[Any]:
+    def _given(self, key: BatchKey) -> list[Any]:
         indices = key.indices
         if self._seeds is None:
             return self._samples(indices)
@@ -216,7 +219,7 @@ class TimedDataset(FetchingDataset):
 
     times: BatchTimes | None = None
 
-    def __getitem__(self, key: SliceKey | StepKey) -> Fetched:
+    def __getitem__(self, key: BatchKey | SlicesKey) -> Fetched:
         if self.times is None:
             return super().__getitem__(key)
         begun = time.monotonic_ns()
@@ -226,7 +229,7 @@ class TimedDataset(FetchingDataset):
 
 
 def as_is(fetched: Fetched) -> Fetched:
-    """Return ``fetched`` itself: the collate_fn of the inner DataLoader, whose slices are collated already."""
+    """Return ``fetched`` itself: the collate_fn of the inner DataLoader, whose batches are collated already."""
     return fetched
 
 
@@ -341,35 +344,35 @@ def _leading_sizes(node: Any, arrays: list[Any], *, outermost: bool) -> list[int
     )
 
 
-class Keys(Sampler[SliceKey | StepKey]):
+class Keys(Sampler[BatchKey | SlicesKey]):
     """The sampler of the inner DataLoader, which holds the keys of the next pass."""
 
     def __init__(self) -> None:
-        self.keys: Iterable[SliceKey | StepKey] = ()
+        self.keys: Iterable[BatchKey | SlicesKey] = ()
 
-    def __iter__(self) -> Iterator[SliceKey | StepKey]:
+    def __iter__(self) -> Iterator[BatchKey | SlicesKey]:
         return iter(self.keys)
 
 
-def share_keys(batches: Iterable[GlobalBatch], division: Division, *, rank: int, epoch_key: int) -> Iterator[SliceKey]:
+def share_keys(batches: Iterable[GlobalBatch], division: Division, *, rank: int, epoch_key: int) -> Iterator[BatchKey]:
     """Return one rank's keys of the global batches; every rank gets the same number."""
     for batch in batches:
         count = len(batch.indices)
         places, sizes = division.among_ranks(count, batch.costs, rank=rank)
-        yield _slice_key(batch, places or range(1), samples=len(places), epoch_key=epoch_key, sizes=sizes)
+        yield _batch_key(batch, places or range(1), samples=len(places), epoch_key=epoch_key, sizes=sizes)
 
 
-def step_keys(
+def slices_keys(
     batches: Iterable[GlobalBatch], division: Division, *, rank: int, epoch_key: int, sliced: Slicing
-) -> Iterator[StepKey]:
+) -> Iterator[SlicesKey]:
     """Return one rank's keys of the sliced global batches; every rank gets the same number."""
     for batch in batches:
-        yield step_key(
+        yield slices_key(
             batch, division, rank=rank, runs=sliced.runs_at(batch.number), epoch_key=epoch_key, sliced=sliced
         )
 
 
-def step_key(
+def slices_key(
     batch: GlobalBatch,
     division: Division,
     *,
@@ -377,19 +380,19 @@ def step_key(
     runs: Sequence[tuple[int, int]],
     epoch_key: int,
     sliced: Slicing,
-) -> StepKey:
+) -> SlicesKey:
     """Return the key of a rank's slices of a global batch; ``runs`` says which each rank has."""
     count = len(batch.indices)
     parts = division.in_slices(sliced.cut(count), batch.costs, runs=runs)
     numbers = [number for number in range(*runs[rank]) if parts[number]]
-    slices = [_slice_key(batch, parts[number], samples=len(parts[number]), epoch_key=epoch_key) for number in numbers]
+    slices = [_batch_key(batch, parts[number], samples=len(parts[number]), epoch_key=epoch_key) for number in numbers]
     samples = sum(each.samples for each in slices)
-    return StepKey(slices, numbers, batch.position, samples, count, [len(part) for part in parts])
+    return SlicesKey(slices, numbers, batch.position, samples, count, [len(part) for part in parts])
 
 
-def _slice_key(
+def _batch_key(
     batch: GlobalBatch, places: Sequence[int], *, samples: int, epoch_key: int, sizes: Sequence[int] = ()
-) -> SliceKey:
+) -> BatchKey:
     """Return the key of the samples at these places of a global batch."""
     if isinstance(places, range):
         indices = batch.indices[places.start : places.stop].tolist()
@@ -397,4 +400,4 @@ def _slice_key(
     else:
         indices = batch.indices[torch.tensor(places, dtype=torch.int64)].tolist()
         positions = [batch.position + place for place in places]
-    return SliceKey(indices, positions, samples, len(batch.indices), epoch_key, sizes)
+    return BatchKey(indices, positions, samples, len(batch.indices), epoch_key, sizes)

@@ -146,15 +146,15 @@ def loader_like(loader: DataLoader[Fetched], dataset: StreamDataset, *, persiste
     )
 
 
-def naming_dead_workers(slices: Iterable[Fetched]) -> Iterator[Fetched]:
-    """Yield ``slices`` as they come.
+def naming_dead_workers(batches: Iterable[Fetched]) -> Iterator[Fetched]:
+    """Yield ``batches`` as they come.
 
     The death of a worker that hands over a batch first appears as a lost connection. A moment later torch's handler
     for SIGCHLD raises an error that says which worker it was and what killed it. An error of such a kind that a worker
     has met itself, and that torch passes on with the worker's traceback, is not waited for.
     """
     try:
-        yield from slices
+        yield from batches
     except PeerLost:  # another rank
         raise
     except (ConnectionError, EOFError) as error:

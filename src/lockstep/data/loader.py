@@ -33,8 +33,8 @@ from lockstep.data.fetch import (
     Pass,
     share_keys,
     size_unlike,
-    step_key,
-    step_keys,
+    slices_key,
+    slices_keys,
 )
 from lockstep.data.inner import inner_loader, naming_dead_workers
 from lockstep.data.last_pass import LastPass
@@ -80,7 +80,7 @@ def shard(
     cut into contiguous shares, sizes differing by at most one. Every sample comes exactly once per epoch, the last
     small batch included (unless ``drop_last``); nothing is padded or repeated. The order is the same for every world
     size and is shuffled anew for each epoch automatically; ``set_epoch`` does nothing. While your loop holds a batch,
-    ``world.share`` holds the number of the global batch's samples on this rank, which makes means over unequal slices
+    ``world.share`` holds the number of the global batch's samples on this rank, which makes means over unequal shares
     exact. If the last global batch has fewer samples than there are ranks, some ranks get a batch of zero samples (of
     the right dtypes and trailing shapes), so that every rank takes every step.
 
@@ -654,7 +654,7 @@ class ShardedLoader:
         cursor = Cursor(self.epoch, batch.position, number, in_epoch=True)
         self._notes.begin(cursor, self._settings(batch=number), in_hand=True)
         runs, epoch_key = slicing.runs_at(number), mix(self.seed, self._cursor.epoch)
-        key = step_key(batch, self._division, rank=self._world.rank, runs=runs, epoch_key=epoch_key, sliced=slicing)
+        key = slices_key(batch, self._division, rank=self._world.rank, runs=runs, epoch_key=epoch_key, sliced=slicing)
         fetched = dataset[key]
         if self._device is not None:
             fetched = fetched._replace(batch=to_device(fetched.batch, self._device))
@@ -788,7 +788,7 @@ class ShardedLoader:
             self._keys.keys = (
                 share_keys(global_batches, division, rank=rank, epoch_key=epoch_key)
                 if sliced is None
-                else step_keys(global_batches, division, rank=rank, epoch_key=epoch_key, sliced=sliced)
+                else slices_keys(global_batches, division, rank=rank, epoch_key=epoch_key, sliced=sliced)
             )
         batches: Iterable[Fetched] = self._inner
         if self._device is not None:

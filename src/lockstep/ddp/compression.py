@@ -9,7 +9,7 @@ al., "1-bit stochastic gradient descent", Interspeech 2014; S. P. Karimireddy et
 ICML 2019). The sum over all rounds of what has arrived then differs from the sum of what was to be sent by one round's
 rounding at most.
 
-The average is rounded once more, by the rank that has added up its slice. That rank keeps this error too, times the
+The average is rounded once more, by the rank that has added up its chunk. That rank keeps this error too, times the
 number of ranks that are averaged over, because what it adds to its own values next time counts for one rank only.
 """
 

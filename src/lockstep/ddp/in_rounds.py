@@ -298,5 +298,5 @@ def _channel_backend(group: dist.ProcessGroup) -> str | None:
 
 
 def _all_or_nothing(weight: float) -> float:
-    """Return 0 for an empty slice, whose gradients are NaN, and 1 for any other: each rank's mean is its own."""
+    """Return 0 for an empty share, whose gradients are NaN, and 1 for any other: each rank's mean is its own."""
     return 1.0 if weight else 0.0

@@ -6,13 +6,13 @@ Four things happen, and each needs the result of the one before:
 
 1. Every rank sends all others its :class:`Standing`. Nothing is averaged if they do not fit together, and no values are
    sent if no rank has trained.
-2. The values are cut into as many slices as there are ranks. Each rank sends each slice, compressed, to the rank that
+2. The values are cut into as many chunks as there are ranks. Each rank sends each chunk, compressed, to the rank that
    owns it.
-3. The owner decodes the slices received, adds them up in the order of the ranks, divides by the number of ranks that
+3. The owner decodes the chunks received, adds them up in the order of the ranks, divides by the number of ranks that
    have trained, and compresses the average.
 4. The owner sends that to all, and all decode the same bytes, the owner too.
 
-So the traffic of a rank does not grow with their number: twice the compressed values, less its own slice. An all-gather
+So the traffic of a rank does not grow with their number: twice the compressed values, less its own chunk. An all-gather
 of all values would be simpler, and with 8 ranks four times as much. And the average is the same on all ranks, bit for
 bit, whatever the backend does.
 
@@ -102,7 +102,7 @@ class OuterExchange:
         self._group, self._device, self._compression, self._names = group, device, compression, list(names)
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._length = length
-        self._slice = max(1, -(-length // (self._world_size * BLOCK))) * BLOCK
+        self._chunk = max(1, -(-length // (self._world_size * BLOCK))) * BLOCK
         #: The rounding error that this rank has not sent yet.
         self.error = self.zeros()
         #: Number of bytes that this rank has sent to others.
@@ -113,8 +113,8 @@ class OuterExchange:
         self._round = 0
 
     def zeros(self) -> Tensor:
-        """Return zeros for the values of this rank: float32, padded so that all slices are equal."""
-        return torch.zeros(self._slice * self._world_size, device=self._device)
+        """Return zeros for the values of this rank: float32, padded so that all chunks are equal."""
+        return torch.zeros(self._chunk * self._world_size, device=self._device)
 
     def begin(self, values: Tensor, standing: Standing) -> None:
         """**Collective.** Send the first message.
@@ -180,7 +180,7 @@ class OuterExchange:
         if not trained:
             return RoundOutcome(standings, None, self.error)
 
-        rows = values.view(count, self._slice)
+        rows = values.view(count, self._chunk)
         sending = encode(rows, self._compression)
         error = rows - decode(sending, self._compression)
         received = torch.empty_like(sending)

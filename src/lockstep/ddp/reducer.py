@@ -42,7 +42,7 @@ long as the weights are equal. If they are not, then at the start of the backwar
 - the reducer multiplies by the latter. If that is 0, the accumulated gradients are zeroed instead.
 
 The value of ``grad`` before the accumulation began is the same on all ranks, and the weights of all ranks sum to the
-world size, so multiplying it as well changes nothing in the end. An empty slice (w = 0) holds NaN, which no factor
+world size, so multiplying it as well changes nothing in the end. An empty share (w = 0) holds NaN, which no factor
 removes: the incoming gradient is replaced by zeros, and a ``grad`` that was None is None again afterwards.
 
 Where items are counted (Note [Items of all ranks] in ``items.py``), w is their number until the whole is known, and

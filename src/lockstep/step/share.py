@@ -637,7 +637,7 @@ class BatchesInHand:
             self._around.get(first, set()).discard(second)
 
     def _weigh_differently(self, one: BatchShare, two: BatchShare) -> bool:
-        # Slices are rounded to whole samples, so the weights of two sizes of global batches are the same on every rank
+        # Shares are rounded to whole samples, so the weights of two sizes of global batches are the same on every rank
         # only if the sizes are, or if nothing had to be rounded in either; and if both are cut in the same proportion.
         if one.global_samples == two.global_samples and one.proportions == two.proportions:
             return False

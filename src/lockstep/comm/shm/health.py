@@ -100,7 +100,7 @@ class Health:
     def end(self, error: LockstepError) -> LockstepError:
         """End the group with ``error``; returns the error to raise here, the first one that any rank reported.
 
-        The others see it within their next slice of waiting, or when they use the group again.
+        The others see it after the nap in which they wait, or when they use the group again.
         """
         if self._known is None:
             if self._note:

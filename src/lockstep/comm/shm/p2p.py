@@ -31,7 +31,7 @@ from lockstep.comm.group.work import ShmWork
 from lockstep.comm.shm import semaphore
 from lockstep.comm.shm.health import Health
 from lockstep.comm.shm.layout import MAIL_HEADER, MAIL_SLOTS, Layout
-from lockstep.comm.shm.rounds import SLICE
+from lockstep.comm.shm.rounds import NAP
 from lockstep.comm.shm.segment import Segment
 from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.job import flight
@@ -413,7 +413,7 @@ class Messages:
         while not work.shm_ready() and (until is None or time.monotonic() < until):
             with self._condition:
                 if self._driven:  # another thread does the work for all: wait until something is complete
-                    self._condition.wait(SLICE)
+                    self._condition.wait(NAP)
                     continue
                 self._driven = True
             self._drive(work, until)
@@ -441,7 +441,7 @@ class Messages:
             thread = self._thread
         self._flush()
         if thread is not None and thread is not threading.current_thread():
-            thread.join(10 * SLICE)
+            thread.join(10 * NAP)
 
     def _begin(self, work: MessageWork) -> None:
         self._progress()
@@ -464,7 +464,7 @@ class Messages:
                 if self._driven or not self._matching.pending():
                     continue
                 self._driven = True
-            self._drive(None, time.monotonic() + SLICE)
+            self._drive(None, time.monotonic() + NAP)
 
     def _drive(self, work: MessageWork | None, until: float | None) -> None:
         """Move fragments and sleep until the next wake-up, until ``work`` or any other is complete, or it is ``until``.
@@ -478,9 +478,9 @@ class Messages:
                     if semaphore.trywait(self._wakeup) == 0:
                         break
                 else:
-                    semaphore.wait(self._wakeup, SLICE)
+                    semaphore.wait(self._wakeup, NAP)
                 now = time.monotonic()
-                if now - self._looked >= SLICE:
+                if now - self._looked >= NAP:
                     self._looked = now
                     self._look(now)
                 if until is not None and now >= until:
@@ -521,7 +521,7 @@ class Messages:
     # --- can what is in flight still complete? ---------------------------------------------------------------------
 
     def _look(self, now: float) -> None:
-        """End what can't complete any more. Called once in a slice."""
+        """End what can't complete any more. Called after each nap."""
         with self._condition:
             if excused := self._patience.excused(now):
                 self._matching.excuse(excused)

@@ -20,8 +20,8 @@ collective and hence on its number of rounds. A rank that finds a difference end
 counts afterwards.
 
 *Waiting.* A rank first polls for a few microseconds, then offers its core to others for a while, then sleeps in the
-kernel, and looks every SLICE seconds whether a rank died or reported an error. So a rank that waits long takes hardly
-any CPU time, and a dead rank is noticed within a slice.
+kernel, and looks every NAP seconds whether a rank died or reported an error. So a rank that waits long takes hardly
+any CPU time, and a dead rank is noticed within a nap.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from lockstep.job import flight
 from lockstep.job.patience import Patience
 
 #: Seconds between two looks at the health of the group while a rank sleeps.
-SLICE = 0.05
+NAP = 0.05
 #: Polls before a rank offers its core, where every rank can have a core of its own (about 20 microseconds) ...
 _POLLS = 40
 #: ... and seconds for which it keeps offering it before it sleeps; the longer ones where ranks share cores.
@@ -237,7 +237,7 @@ class Rounds:
         with flight.waiting(what):
             while pending:
                 self._health.check()
-                if semaphore.wait(pending[0][1], min(SLICE, max(0.0, self._timeout - (time.monotonic() - begun)))):
+                if semaphore.wait(pending[0][1], min(NAP, max(0.0, self._timeout - (time.monotonic() - begun)))):
                     pending = pending[1:]
                     continue
                 self._look(pending, what)
@@ -249,7 +249,7 @@ class Rounds:
                     raise self._health.late(what, self._timeout, [peer for peer, _ in pending])
 
     def _look(self, pending: list[tuple[int, int]], what: str) -> None:
-        """Look, after a slice without a token, whether the group has failed, or a rank died, left or is elsewhere."""
+        """Look, after a nap without a token, whether the group has failed, or a rank died, left or is elsewhere."""
         self._health.check()
         missing = {peer for peer, _ in pending}
         gone, left = self._health.gone() & missing, self._health.left() & missing

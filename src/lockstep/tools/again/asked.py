@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep._files import write_whole
 from lockstep.data.batches import BatchSamplerDrawing, GlobalBatch
-from lockstep.data.fetch import FetchingDataset, SliceKey
+from lockstep.data.fetch import BatchKey, FetchingDataset
 from lockstep.data.loader import ShardedLoader
 from lockstep.data.mixing import mix
 from lockstep.data.order import draw_order, epoch_order, sequential_order
@@ -120,5 +120,5 @@ def _shown(dataset: FetchingDataset, part: Part, batch: RecordedBatch, *, epoch_
     """Return a part with what the dataset gives for each of its samples."""
     if not part.indices:
         return replace(part, samples=[])
-    key = SliceKey(part.indices, part.positions, len(part.indices), batch.samples, epoch_key)
+    key = BatchKey(part.indices, part.positions, len(part.indices), batch.samples, epoch_key)
     return replace(part, samples=[{"values": describe(each)} for each in dataset.samples(key)])

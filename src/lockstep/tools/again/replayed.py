@@ -43,7 +43,7 @@ from lockstep.checkpoint.locks import CheckpointGone, reading
 from lockstep.checkpoint.read import copy_to_disk
 from lockstep.checkpoint.run_folder import run_folder
 from lockstep.data.batches import EpochBatches
-from lockstep.data.fetch import Fetched, FetchingDataset, SliceKey
+from lockstep.data.fetch import BatchKey, Fetched, FetchingDataset
 from lockstep.data.loader import ShardedLoader
 from lockstep.data.mixing import mix
 from lockstep.data.steps import Step
@@ -345,7 +345,7 @@ def _refetched(loader: ShardedLoader, part: Part, *, epoch_key: int) -> Fetched:
     """Return a rank's part of a batch as that rank had it; it has samples."""
     dataset, samples = loader._inner.dataset, len(part.indices)
     assert isinstance(dataset, FetchingDataset)  # as above
-    fetched = dataset[SliceKey(part.indices, part.positions, samples, samples, epoch_key)]
+    fetched = dataset[BatchKey(part.indices, part.positions, samples, samples, epoch_key)]
     return fetched if loader._device is None else fetched._replace(batch=to_device(fetched.batch, loader._device))
 
 

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.cli import main
+from lockstep.launch.__main__ import main as launch
 
 
 def _walk(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
@@ -29,6 +30,8 @@ OPTIONS = [
     for option in command.params
     if isinstance(option, click.Option)
 ]
+#: Columns of help in a terminal of 80, which click's runner of tests would fill.
+_WIDTH = 78
 
 
 def test_there_are_nine_commands_three_of_them_groups() -> None:
@@ -60,7 +63,7 @@ def test_there_are_nine_commands_three_of_them_groups() -> None:
 
 @pytest.mark.parametrize("path", COMMANDS)
 def test_every_command_has_help_that_fits_the_list(path: str) -> None:
-    shown = CliRunner().invoke(main, [*path.split(), "-h"])
+    shown = CliRunner().invoke(main, [*path.split(), "-h"], terminal_width=_WIDTH)
     assert shown.exit_code == 0, shown.output
     assert shown.stdout.startswith(" ".join(["Usage: lockstep", *path.split()]) + " ")
     _, _, listed = shown.stdout.partition("Commands:\n")
@@ -72,6 +75,13 @@ def test_every_option_says_what_it_is_in_a_sentence(option: click.Option) -> Non
     text = inspect.cleandoc(option.help or "")
     assert re.search(r"\.( \[default[^\]]*\])?$", text), text
     assert not any("_" in name for name in option.opts), "both spellings are taken, and one is shown"
+
+
+@pytest.mark.parametrize("path", [*COMMANDS, "python -m lockstep.launch"])
+def test_help_has_no_words_of_click_for_types_and_no_endings_of_floats(path: str) -> None:
+    command = COMMANDS.get(path, launch)
+    text = command.get_help(click.Context(command, info_name=path))
+    assert not re.search(r"INTEGER|FLOAT|TEXT|BOOLEAN|RANGE|(?<![\d.])\d+\.0(?![\d.])", text), text
 
 
 @pytest.mark.parametrize("words", [["--nproc_per_node", "0"], ["--nproc-per-node", "0"], ["-n", "0"]])
@@ -100,6 +110,7 @@ def test_without_a_command_runs_are_listed(
 _BROKEN = """
 import click, sys
 from lockstep.cli import main
+from lockstep.launch.__main__ import main as launch
 
 @main.command()
 @click.argument("of")

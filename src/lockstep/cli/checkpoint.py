@@ -22,7 +22,7 @@ _STEP = click.option(
 )
 
 
-@click.group(cls=Commands)
+@click.group(cls=Commands, short_help="Look at a run's checkpoints.")
 def checkpoint() -> None:
     """List, show, verify, save, prune, rewind and export checkpoints.
 
@@ -280,7 +280,7 @@ def prune(
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
-    default=60.0,
+    default=60,
     show_default=True,
     metavar="SECONDS",
     help="Time to wait for the checkpoint.",
@@ -360,7 +360,7 @@ def rewind(folder: Path, step: int, dry_run: bool, as_json: bool) -> None:
 @click.option(
     "--shard-size",
     type=click.FloatRange(min=0, min_open=True),
-    default=5.0,
+    default=5,
     show_default=True,
     metavar="GIGABYTES",
     help="Maximum size of each file of --shards.",

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 @click.option(
     "--patience",
     type=float,
-    default=120.0,
+    default=120,
     show_default=True,
     metavar="SECONDS",
     help="With --follow: count the run as ended when no job has trained in FOLDER for this long, at the beginning or "

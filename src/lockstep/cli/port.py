@@ -40,10 +40,16 @@ from lockstep.cli.terminal import errors, print_json, say
     type=click.IntRange(min=1),
     default=20,
     show_default=True,
+    metavar="K",
     help="Number of optimizer steps that --verify compares.",
 )
 @click.option(
-    "--timeout", default=600.0, show_default=True, metavar="SECONDS", help="Time limit of each run of --verify."
+    "--timeout",
+    type=float,
+    default=600,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time limit of each run of --verify.",
 )
 @AS_JSON
 @click.argument("script", type=LocalPath(dir_okay=False))

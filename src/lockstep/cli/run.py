@@ -54,11 +54,17 @@ from lockstep.text import NEXT
     help="Address of this node for the other nodes. [default: that of its route to --rdzv]",
 )
 @click.option(
-    "--join-timeout", default=600.0, show_default=True, metavar="SECONDS", help="Time limit for enough nodes to join."
+    "--join-timeout",
+    type=float,
+    default=600,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time limit for enough nodes to join.",
 )
 @click.option(
     "--regroup-after",
-    default=60.0,
+    type=float,
+    default=60,
     show_default=True,
     metavar="SECONDS",
     help="Minimum time the ranks run before nodes that arrive later may join.",
@@ -108,7 +114,7 @@ from lockstep.text import NEXT
     help="FLOPs per second of one rank's device at its peak, such as 989T, for MFU. Implies --flops. [default: as "
     "published for some GPUs]",
 )
-@grace(10.0)
+@grace(10)
 @click.option(
     "--max-time",
     type=TIME_LIMIT,
@@ -163,7 +169,7 @@ def run(
     program: str,
     args: tuple[str, ...],
 ) -> None:
-    """Run PROGRAM on N ranks of this node, or of each of several nodes.
+    """Run PROGRAM on N ranks of this node, or on N of each of several nodes.
 
     Arguments after PROGRAM are passed to it unchanged. Rank 0 has the terminal; every other rank writes to a log. If a
     rank fails, it is named, the others are stopped, and its exit code is returned. With --max-restarts all ranks are
@@ -171,7 +177,7 @@ def run(
 
     breakpoint() opens a debugger on any rank, in the terminal; the others wait.
 
-    On SIGTERM, Ctrl-C or when the terminal closes, a training with a Checkpointer finishes its step, saves and exits
+    On SIGTERM, Ctrl-C or when the terminal closes, a script with a Checkpointer finishes its step, saves and exits
     with code 75; run the same command again to resume. A second signal stops it at once. On SIGUSR1 it saves and
     continues.
     """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lockstep.schedulers.start import StartCommand
 
 #: Seconds that ranks in pods have to save, unless the user says otherwise.
-_PODS_GRACE = 60.0
+_PODS_GRACE = 60
 
 
 @click.group(cls=Commands)
@@ -141,8 +141,8 @@ def slurm(
 ) -> str:
     """Print a Slurm batch script that runs PROGRAM.
 
-    Arguments after PROGRAM are passed to it unchanged. The ranks are asked to stop before the time limit: a training
-    with a Checkpointer finishes its step and saves, the job is requeued, and the training resumes.
+    Arguments after PROGRAM are passed to it unchanged. The ranks are asked to stop before the time limit: a script
+    with a Checkpointer finishes its step and saves, the job is requeued, and the script resumes.
 
     \b
     lockstep submit slurm --nodes 2 -n 4 --time 04:00:00 train.py > train.sh
@@ -205,7 +205,7 @@ def kubernetes(
 ) -> str:
     """Print a Kubernetes manifest that runs PROGRAM.
 
-    Arguments after PROGRAM are passed to it unchanged. When a node is drained or a pod evicted, a training with a
+    Arguments after PROGRAM are passed to it unchanged. When a node is drained or a pod evicted, a script with a
     Checkpointer finishes its step and saves. It resumes in new pods if the checkpoints are on a volume.
 
     \b

@@ -14,7 +14,7 @@ from lockstep.cli.terminal import as_json, errors, say
 
 
 @click.command(
-    short_help="Compare a training on one rank and on N.",
+    short_help="Compare a script on one rank and on N.",
     context_settings=PASSES_ON,
     options_metavar="[-n N]... [OPTIONS]",
 )
@@ -28,8 +28,12 @@ from lockstep.cli.terminal import as_json, errors, say
     metavar="N",
     help="Number of ranks to compare with one rank; repeatable.",
 )
-@click.option("--steps", type=int, default=20, show_default=True, help="Number of optimizer steps to compare.")
-@click.option("--timeout", default=600.0, show_default=True, metavar="SECONDS", help="Time limit of each run.")
+@click.option(
+    "--steps", type=int, default=20, show_default=True, metavar="K", help="Number of optimizer steps to compare."
+)
+@click.option(
+    "--timeout", type=float, default=600, show_default=True, metavar="SECONDS", help="Time limit of each run."
+)
 @click.option(
     "--json",
     "json_file",
@@ -39,7 +43,8 @@ from lockstep.cli.terminal import as_json, errors, say
 )
 @click.option(
     "--keep",
-    default=1024.0,
+    type=float,
+    default=1024,
     show_default=True,
     metavar="MIB",
     help="Disk space in MiB for recorded values. For larger models every n-th value is compared, and digests of all "

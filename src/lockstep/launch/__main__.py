@@ -100,7 +100,7 @@ class _Options:
     "--nproc_per_node",
     "--nproc-per-node",
     metavar="N|gpu|cpu|auto",
-    help="Number of ranks per node. gpu, cpu: one per GPU or CPU core; auto: gpu if there are GPUs, otherwise cpu. "
+    help="Number of ranks per node. auto: gpu if there are GPUs, otherwise cpu; gpu, cpu: one per GPU or CPU core. "
     "[default: 1]",
 )
 @click.option("--nnodes", metavar="N", help="Number of nodes. [default: as the scheduler says, otherwise 1]")
@@ -132,15 +132,17 @@ class _Options:
     "--log-dir",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Folder for the logs of the ranks.",
+    help="Folder for the logs of the ranks (rank1.log and so on) and the record of the run. [default: a new one below "
+    "~/.local/state/lockstep/logs]",
 )
 @click.option("--all_output", "--all-output", is_flag=True, help="Prefix each line of output with its rank.")
 @click.option(
     "--grace",
-    default=DEFAULT_GRACE,
+    type=float,
+    default=int(DEFAULT_GRACE),
     show_default=True,
     metavar="SECONDS",
-    help="Time the ranks have to stop before they are killed.",
+    help="Time the ranks have to finish their step and save before they are killed.",
 )
 @click.option(
     "--max_restarts",

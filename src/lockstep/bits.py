@@ -92,8 +92,13 @@ def on_device(found: Iterable[tuple[Tensor, int, int]], salt: int, device: torch
     return total
 
 
-def unsigned(digest: Tensor) -> int:
-    """Return a digest that was computed on a device, as a number of 64 bits; waits for the device."""
+def digest(found: Iterable[tuple[Tensor, int, int]], salt: int, device: torch.device) -> int | Tensor:
+    """Return the digest of bytes on ``device``: as :func:`on_cpu` on a CPU, as :func:`on_device` elsewhere."""
+    return on_cpu(found, salt) if device.type == "cpu" else on_device(found, salt, device)
+
+
+def unsigned(digest: int | Tensor) -> int:
+    """Return a digest as a number of 64 bits, wherever it was computed; waits for its device."""
     return int(digest) & _MASK
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -35,7 +35,6 @@ from lockstep.ddp.bucket import gapless
 BITS = 32
 #: Bytes; a part ends within a tensor at a multiple of this, so that no element or 4-byte word is cut in two.
 _GRAIN = 64
-_Digest = TypeVar("_Digest", int, Tensor)
 
 #: Every optimizer that has taken a step in this process, by id, in the order of their first steps.
 _stepped: dict[int, weakref.ref[Optimizer]] = {}
@@ -198,25 +197,20 @@ class Holdings:
         """Return the digest of a part: a number on CPUs, a tensor (0-dim, int64) elsewhere; see Note [Two digests]."""
         found = [(self.find(self.items[span.item]), span.start, span.stop) for span in part.spans]
         there = [(value, start, stop) for value, start, stop in found if value is not None]
-        if part.device.type == "cpu":
-            return fold(bits.on_cpu(there, salt))
-        return fold(bits.on_device(there, salt, part.device))
+        return fold(bits.digest(there, salt, part.device))
 
     def whole(self, item: int, *, block: int) -> list[str]:
         """Return digests of an item, one for every ``block`` bytes, as text; waits for its device."""
         value, nbytes = self.find(self.items[item]), self.items[item].nbytes
+        device = torch.device("cpu") if value is None else value.device
         digests = []
         for start in range(0, nbytes, block):
             found = [(value, start, min(start + block, nbytes))] if value is not None else []
-            if value is None or value.device.type == "cpu":
-                digest = bits.on_cpu(found, 0)
-            else:
-                digest = bits.unsigned(bits.on_device(found, 0, value.device))
-            digests.append(f"{digest:016x}")
+            digests.append(f"{bits.unsigned(bits.digest(found, 0, device)):016x}")
         return digests
 
 
-def fold(digest: _Digest) -> _Digest:
+def fold(digest: int | Tensor) -> int | Tensor:
     """Return 32 bits of a digest of 64."""
     return (digest ^ (digest >> BITS)) & ((1 << BITS) - 1)
 

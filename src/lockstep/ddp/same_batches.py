@@ -201,10 +201,7 @@ def _digest(tensor: Tensor) -> int | Tensor:
         octets = blocks[:: -(-len(octets) // _MOST_BYTES)].reshape(-1)
     if not len(octets):
         return fold(salt)
-    found = [(octets, 0, len(octets))]
-    if tensor.device.type == "cpu":
-        return fold(bits.on_cpu(found, salt))
-    return fold(bits.on_device(found, salt, tensor.device))
+    return fold(bits.digest([(octets, 0, len(octets))], salt, tensor.device))
 
 
 def _flags_of(steps: list[list[int | Tensor]], like: Tensor) -> Tensor:

@@ -27,14 +27,13 @@ buffer is refused does not depend on which rank had which slice, and all ranks r
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep import _torch
+from lockstep import _torch, bits
 from lockstep.ddp.buffers import broadcast_tensors
 from lockstep.ddp.members import buffers_of
 from lockstep.step.slicing import SlicedStep
@@ -176,7 +175,7 @@ class SlicedBuffers:
         elif index in self._means:
             return
         elif bool(same.any()):
-            marks[name] = f"some:{_digest(same)}:{_digest(now)}"
+            marks[name] = f"some:{bits.hexdigest(same)}:{bits.hexdigest(now)}"
         else:
             marks[name] = "all"
             if self._first is None and _rows_moved(now, then):
@@ -191,7 +190,7 @@ class SlicedBuffers:
     ) -> None:
         if torch.equal(now, then):
             return
-        marks[name] = f"whole:{_digest(now)}"
+        marks[name] = f"whole:{bits.hexdigest(now)}"
         by = int(now) - int(then) if now.numel() == 1 else 1
         if by not in (1, forwards):
             step.note_mistake(
@@ -298,8 +297,3 @@ def _rows_moved(now: Tensor, then: Tensor) -> bool:
             if any(each and torch.equal(moved[each:], stayed[:-each]) for each in offsets[:3]):
                 return True
     return False
-
-
-def _digest(tensor: Tensor) -> str:
-    flat = tensor.contiguous().view(-1)
-    return hashlib.blake2b(flat.view(torch.uint8).cpu().numpy().data, digest_size=8).hexdigest()

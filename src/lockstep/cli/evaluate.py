@@ -6,13 +6,12 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path, PurePath
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from lockstep.cli.options import PASSES_ON, TIME_LIMIT, LocalPath, RunPath, log_dir, takes_program
-from lockstep.cli.terminal import errors, print_json_line, say
+from lockstep.cli.terminal import errors, exit_on, print_json_line, say
 
 if TYPE_CHECKING:
     from lockstep.tools.evaluate.follow import EvaluationOutcome
@@ -94,9 +93,7 @@ def evaluate(
     from lockstep.tools.evaluate import priority
     from lockstep.topology import parse_cpus
 
-    for signum in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup
-            signal.signal(signum, _leave)
+    exit_on(signal.SIGTERM, signal.SIGHUP)
     with errors(ValueError, in_lines=True):
         if program.startswith("-") and program != "-":
             raise ValueError(f"{program} stands after FOLDER: expected PROGRAM there; options come before FOLDER")
@@ -168,8 +165,3 @@ class _ProgressLine:
         text = "" if step is None else f"evaluating step {step}, {seconds:.0f} s"
         click.echo(f"\r{text.ljust(self._width)}" + ("" if text else "\r"), err=True, nl=False)
         self._width = len(text)
-
-
-def _leave(signum: int, _frame: FrameType | None) -> None:
-    """End the command, as the signal asks; the evaluation under way is ended on the way out."""
-    sys.exit(128 + signum)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -102,3 +104,14 @@ def errors(*kinds: type[Exception], in_lines: bool = False) -> Iterator[None]:
             shows("error", {"code": code, "type": type(error).__name__, "message": text, "exit_code": 2})
         say(text)
         sys.exit(2)
+
+
+def exit_on(*signals: signal.Signals) -> None:
+    """Let each of ``signals`` end the command by SystemExit, so that what is under way ends and is put back."""
+    for signum in signals:
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup
+            signal.signal(signum, _leave)
+
+
+def _leave(signum: int, _frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + signum)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 import click
 
 from lockstep.cli.options import PASSES_ON, LocalPath, takes_program
-from lockstep.cli.terminal import as_json, errors, say
+from lockstep.cli.terminal import as_json, errors, exit_on, say
 
 
 @click.command(
@@ -78,9 +77,7 @@ def verify(
     from lockstep.tools.verify import report, runs
     from lockstep.tools.verify.compare import FindingKind
 
-    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup
-            signal.signal(signum, _leave)
+    exit_on(signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     with errors(ValueError):
         if show_output and str(json_file) == "-":
             raise ValueError("--show-output with --json -: both print to standard output; name a file")
@@ -99,8 +96,3 @@ def verify(
             if json_file is not None and str(json_file) != "-":
                 _files.write_whole(json_file, told + "\n")
     sys.exit(1 if result.kind is FindingKind.DIFFERENT else 0)
-
-
-def _leave(signum: int, _frame: FrameType | None) -> None:
-    """End the command, as the signal asks; a run under way has ended by then, and its files are put back."""
-    sys.exit(128 + signum)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 
 #: The beginning of a line that says what to do about the verdict above it: a command, or a line to change.
 NEXT = "next:"
+#: Columns of a line that a command prints, where it breaks lines.
+WIDTH = 120
 #: The limit from which a size takes the next unit: at most three digits stand before the unit.
 _DIGITS = 999.5
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -122,9 +125,9 @@ def _number(given: str) -> float | None:
         return None
 
 
-def counted(number: int, noun: str) -> str:
-    """Return ``1 step``, ``3 steps``, ``12,000 steps``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """Return ``1 step``, ``3 steps``, ``12,000 steps``; with a ``plural`` also ``1 batch``, ``3 batches``."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def joined(items: Iterable[object], last: str = "and") -> str:
@@ -185,6 +188,24 @@ def sentence(words: str) -> str:
 def in_one_line(words: str) -> str:
     """Return words with one space in the place of each line break and other white space."""
     return " ".join(words.split())
+
+
+def wrapped(words: str, first: str = "", later: str = "") -> list[str]:
+    """Return ``words`` in lines of :data:`WIDTH` columns, broken between words; ``first`` and ``later`` begin them."""
+    return textwrap.wrap(
+        words,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=later,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def first_line(words: object, most: int = 200) -> str:
+    """Return the first line of ``words`` that is not blank, cut after ``most`` characters; empty: there are none."""
+    first = next(iter(str(words or "").strip().splitlines()), "").rstrip()
+    return first if len(first) <= most else f"{first[:most]}…"
 
 
 def last_lines(words: str, most: int) -> list[str]:

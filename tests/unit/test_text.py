@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from lockstep.text import (
+    WIDTH,
     as_clock,
     as_duration,
     as_rate,
     as_size,
     counted,
+    first_line,
     in_columns,
     joined,
     last_lines,
@@ -22,6 +24,7 @@ from lockstep.text import (
     parse_time_limit,
     sentence,
     which_ranks,
+    wrapped,
 )
 
 _SOURCE = Path(__file__).parents[2] / "src" / "lockstep"
@@ -159,6 +162,16 @@ def test_no_other_place_writes_plurals_and_lists_of_ranks() -> None:
     own = re.compile(r"""\{'s' ?\* ?\(|'' if [^{}]{1,60} == 1 else 's'|(?<!\w)ranks \{', '\.join""")
     found = {str(path.relative_to(_SOURCE)) for path in _SOURCE.rglob("*.py") if own.search(path.read_text())}
     assert found <= {"text.py"}
+    other = re.compile(r"""["']1 [a-z ]+["'] if [^\n]{1,60} == 1 else f["']\{""")
+    found = {str(path.relative_to(_SOURCE)) for path in _SOURCE.rglob("*.py") if other.search(path.read_text())}
+    # A mean number of nodes is no count, and commas part a fingerprint's facts.
+    assert found == {"job/useful.py", "comm/group/fingerprint.py"}
+
+
+def test_no_other_place_breaks_lines() -> None:
+    own = re.compile(r"textwrap\.(wrap|fill)\(|from textwrap import")
+    found = {str(path.relative_to(_SOURCE)) for path in _SOURCE.rglob("*.py") if own.search(path.read_text())}
+    assert found == {"text.py"}
 
 
 def test_no_other_place_writes_sizes_of_its_own() -> None:
@@ -172,3 +185,23 @@ def test_no_other_place_writes_sizes_of_its_own() -> None:
     }
     # What was given is said again in the unit that the option has; and a page's script can't call Python.
     assert found <= {"tools/verify/runs.py", "tools/report/page.js"}
+
+
+def test_lines_are_broken_between_words_and_begin_as_asked() -> None:
+    long, path = "word " * 40, "/a-path/" * 20
+    found = wrapped(f"{long}{path} end", "- ", "  ")
+    assert [line[:6] for line in found] == ["- word", "  word", "  /a-p", "  end"]
+    assert [len(line) <= WIDTH for line in found] == [True, True, False, True], "a path stays whole"
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [("\n  one \ntwo", "one"), ("abcdef", "abcde…"), ("abcde", "abcde"), ("", ""), (None, ""), (" \n", "")],
+)
+def test_the_first_line_of_an_error(words: str | None, first: str) -> None:
+    assert first_line(words, 5) == first
+
+
+def test_plurals_without_an_s() -> None:
+    assert counted(1, "batch", "batches") == "1 batch"
+    assert counted(12_000, "batch", "batches") == "12,000 batches"

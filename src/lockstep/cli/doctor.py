@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +10,11 @@ import click
 
 from lockstep.cli.options import AS_JSON, LocalPath, local_ranks
 from lockstep.cli.terminal import errors, print_json, say
-from lockstep.text import NEXT, counted
+from lockstep.text import NEXT, counted, wrapped
 
 if TYPE_CHECKING:
     from lockstep.tools.doctor.findings import Finding
     from lockstep.tools.doctor.visit import Report
-
-_WIDTH = 120
 
 
 @click.command(short_help="Check hosts before a job.")
@@ -111,20 +108,15 @@ def _lines(finding: Finding) -> list[str]:
     """Return one finding, and below it what to do."""
     level, about = f"  {finding.level.value:<8}", f"{finding.about}: "
     indent = " " * len(level)
-    lines = _wrapped(level + about + finding.what, indent)
+    lines = _in_lines(level + about + finding.what, indent)
     if finding.advice:
-        lines += _wrapped(f"{indent}{NEXT} {finding.advice}", f"{indent}{' ' * len(NEXT)} ")
+        lines += _in_lines(f"{indent}{NEXT} {finding.advice}", f"{indent}{' ' * len(NEXT)} ")
     return lines
 
 
-def _wrapped(text: str, indent: str) -> list[str]:
-    found = []
-    for number, line in enumerate(text.splitlines()):
-        first = "" if number == 0 else indent
-        found += textwrap.wrap(
-            first + line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-        )
-    return found
+def _in_lines(words: str, indent: str) -> list[str]:
+    parts = enumerate(words.splitlines())
+    return [line for number, part in parts for line in wrapped(part, indent if number else "", indent)]
 
 
 def _as_json(report: Report) -> dict[str, Any]:

@@ -53,6 +53,7 @@ from lockstep.rendezvous.messages import (
     Verdict,
 )
 from lockstep.runs.record import Recorder, RunEnd
+from lockstep.text import counted
 
 #: Open files that each starting rank needs in the launcher, and that everything else needs.
 _DESCRIPTORS_PER_RANK = 7
@@ -726,7 +727,7 @@ class _Run:
             return
         if len(attempt.round.ranks) >= self._others.options.max_nodes:
             return  # they are spare
-        machines = "1 machine wants" if waiting == 1 else f"{waiting} machines want"
+        machines = counted(waiting, "machine wants", "machines want")
         if attempt.listening:
             text = f"{machines} to join: the ranks finish a step, save, and start again together"
             self._others.end(End(Verdict(EndKind.JOINING, attempt.round.node_rank, text).to_json()))

@@ -397,7 +397,7 @@ def costs_in_words(about: Mapping[str, Any]) -> list[str]:
         return []
     by_cost, by_number = (known[name] / known["exact"] for name in ("by_cost", "by_number"))
     change = 1 - by_cost / by_number
-    batches = f"{known['batches']:,} global {'batch' if known['batches'] == 1 else 'batches'}"
+    batches = counted(known["batches"], "global batch", "global batches")
     return [
         f"parts of equal cost: in {batches} the costliest rank had {by_cost:.2f} times the mean cost, and would have "
         f"had {by_number:.2f} times with equal numbers of samples "

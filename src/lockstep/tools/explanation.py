@@ -16,7 +16,7 @@ from lockstep.launch.policy import FailureKind
 from lockstep.runs import reckoning
 from lockstep.runs.history import Run, UnknownRun
 from lockstep.runs.record import RunEnd
-from lockstep.text import NEXT, as_clock, counted
+from lockstep.text import NEXT, as_clock, counted, first_line
 
 #: The advice about a rank that failed, by what ended it.
 _REMEDIES = {
@@ -27,8 +27,6 @@ _REMEDIES = {
     FailureKind.HUNG: "look at where rank {rank} stood: the report and all stacks are in hang-1 in the run's folder",
     FailureKind.STUCK: "look at the disk or the driver that rank {rank} waited for: it could not be killed",
 }
-#: Characters of an error that a line repeats.
-_BRIEF = 200
 
 
 @dataclass(frozen=True)
@@ -240,7 +238,7 @@ class Explanation:
         reports = self.late
         for each in reports[:3]:
             until = "" if each["until_seconds"] is None else f"; over{_moment(each['until_seconds'])}"
-            yield f"late{_moment(each['at_seconds'])}: {_first_line(each['text'])}{until}"
+            yield f"late{_moment(each['at_seconds'])}: {first_line(each['text'])}{until}"
         if len(reports) > 3:
             yield f"(and {len(reports) - 3} more reports of late ranks)"
 
@@ -265,13 +263,13 @@ def _failure(event: dict[str, Any]) -> dict[str, Any]:
 def _error_in_words(failure: dict[str, Any]) -> str:
     error = failure["error"]
     if not error:
-        return _first_line(failure["text"])
-    return f"{error.get('type')}: {_first_line(error.get('message'))}" if error.get("message") else str(error["type"])
+        return first_line(failure["text"])
+    return f"{error.get('type')}: {first_line(error.get('message'))}" if error.get("message") else str(error["type"])
 
 
 def _failure_in_words(failure: dict[str, Any]) -> list[str]:
     if failure["rank"] is None:
-        return [_first_line(failure["text"])]
+        return [first_line(failure["text"])]
     where = "" if failure["step"] is None else f" after step {failure['step']:,}"
     how = failure["signal"] or (_error_in_words(failure) if failure["error"] else f"exit code {failure['exit_code']}")
     then = "; all ranks started again" if failure["restarted"] else ""
@@ -340,8 +338,3 @@ def _seconds(value: Any) -> float | None:
 
 def _moment(seconds: float | None) -> str:
     return "" if seconds is None else f" at {as_clock(seconds)}"
-
-
-def _first_line(text: Any) -> str:
-    first = next(iter(str(text or "").strip().splitlines()), "")
-    return first if len(first) <= _BRIEF else f"{first[:_BRIEF]}…"

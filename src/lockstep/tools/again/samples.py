@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from textwrap import wrap
 from typing import Any
 
 import torch
@@ -30,13 +29,11 @@ from lockstep.errors import LockstepError
 from lockstep.runs import loaders
 from lockstep.runs.history import Run
 from lockstep.runs.loaders import StepBatches
-from lockstep.text import counted, sentence
+from lockstep.text import counted, sentence, wrapped
 from lockstep.tools.again.shown import in_words
 
 #: The most batches of one loader that are told of a step, or from which one can be chosen.
 _MOST = 64
-#: Columns of a line with indices.
-_WIDTH = 120
 
 
 class UnknownBatch(LockstepError):
@@ -64,7 +61,7 @@ class Part:
         who = "a rank that is not known" if self.rank is None else f"rank {self.rank}"
         name = who if self.slice is None else f"slice {self.slice}, {who}"
         if self.samples is None:
-            return wrap(f"{name}: {' '.join(map(str, self.indices)) or 'none'}", _WIDTH, subsequent_indent="  ")
+            return wrapped(f"{name}: {' '.join(map(str, self.indices)) or 'none'}", later="  ")
         lines = [f"{name}: {counted(len(self.indices), 'sample')}"]
         for index, sample in zip(self.indices, self.samples, strict=True):
             lines.append(f"  {index}: {'; '.join(map(in_words, sample['values']))}")

@@ -169,7 +169,7 @@ def verdict(findings: Iterable[Finding]) -> str:
     counts = Counter(finding.level for finding in findings)
     words = []
     if counts[Level.WRONG]:
-        words.append("1 thing is wrong" if counts[Level.WRONG] == 1 else f"{counts[Level.WRONG]} things are wrong")
+        words.append(counted(counts[Level.WRONG], "thing is wrong", "things are wrong"))
     if counts[Level.WARNING]:
         words.append(counted(counts[Level.WARNING], "warning"))
     return ", ".join(words) or "all is well"

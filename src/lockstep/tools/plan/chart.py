@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
 from lockstep.job.useful import amount
-from lockstep.text import as_duration, counted, in_columns
+from lockstep.text import as_duration, counted, in_columns, wrapped
 from lockstep.tools.plan.plan import Plan, Point
 
 #: Lines of the curve, and points that it has room for.
 _HEIGHT, _MOST = 8, 20
 _COLUMN = 6
-#: Characters in a line of the assumptions.
-_WIDTH = 120
 
 
 def describe(plan: Plan, points: Sequence[Point]) -> str:
@@ -21,7 +18,7 @@ def describe(plan: Plan, points: Sequence[Point]) -> str:
     recorded = plan.recorded
     many = counted(recorded.ranks, "rank")
     head = f"{recorded.name}: recorded on {many} over {recorded.first.backend}, {as_duration(recorded.step)} a step"
-    assumptions = [textwrap.fill(f"- {line}", _WIDTH, subsequent_indent="  ") for line in plan.assumptions()]
+    assumptions = [part for line in plan.assumptions() for part in wrapped(line, "- ", "  ")]
     return "\n".join([head, "", *_table(points), "", *_curve(points), "", "assumed:", *assumptions])
 
 

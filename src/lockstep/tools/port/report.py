@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lockstep.text import counted
+from lockstep.text import counted, wrapped
 from lockstep.tools.port.port import Port
 from lockstep.tools.port.remarks import PortVerdict, Remark, RemarkKind
 from lockstep.tools.port.verification import Verified
 
-_WIDTH = 120
+#: What the first line of a remark begins with, and what the others do.
+_INDENTS = "  ", "      "
 #: Kinds of remarks in the order in which they are told, each with its heading. What was changed is in the diff.
 _TOLD = {
     RemarkKind.REFUSED: "Not ported, because of:",
@@ -37,7 +37,7 @@ def describe(port: Port, verified: Sequence[Verified], *, every_line: bool = Fal
         if remarks:
             lines += ["", heading, *(line for each in remarks for line in _remark(each))]
     if verified:
-        lines += ["", *(line for each in verified for line in _wrapped(f"{each.which}: {each.words}", "  "))]
+        lines += ["", *(line for each in verified for line in wrapped(f"{each.which}: {each.words}", *_INDENTS))]
     return "\n".join(lines)
 
 
@@ -53,18 +53,7 @@ def _head(port: Port) -> str:
 def _remark(remark: Remark) -> Iterator[str]:
     where = f"line {remark.line}" if remark.line else "the script"
     text = f"`{remark.what}`: {remark.why}" + (f". Do: {remark.advice}" if remark.advice else "")
-    yield from _wrapped(f"{where}: {text}", "  ")
-
-
-def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=indent,
-        subsequent_indent=f"{indent}    ",
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+    yield from wrapped(f"{where}: {text}", *_INDENTS)
 
 
 def as_json(port: Port, verified: Sequence[Verified]) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any
 from lockstep.job.page import Phase
 from lockstep.launch.binding import in_words
 from lockstep.runs.history import Run
-from lockstep.text import as_amount, as_duration
+from lockstep.text import as_amount, as_duration, first_line
 from lockstep.tools.report import drawing, pixels, scales
 from lockstep.tools.report.bins import Start
 from lockstep.tools.report.drawing import Axes, tag, text
@@ -180,7 +180,7 @@ class _Page:
 
     def _lane(self) -> str:
         account = self._account
-        marks = [(mark.at, mark.kind, f"{scales.moment(mark.at)} {_first_line(mark.text)}") for mark in account.marks]
+        marks = [(mark.at, mark.kind, f"{scales.moment(mark.at)} {first_line(mark.text)}") for mark in account.marks]
         spans = [(account.grid.begins[bins.start], account.grid.ends[bins.stop - 1]) for bins in self._bins if bins]
         kinds = dict.fromkeys(mark.kind for mark in account.marks)
         keys = "".join(
@@ -497,10 +497,6 @@ def _class_of(verdict: str) -> str:
 
 def _layer(phase: Phase) -> str:
     return f"p-{phase.name.lower()}"
-
-
-def _first_line(words: str) -> str:
-    return words.strip().partition("\n")[0][:200]
 
 
 def _or_nothing(value: float) -> float:

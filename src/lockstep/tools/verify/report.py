@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import os
 import shlex
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lockstep.launch.spec import Program
-from lockstep.text import NEXT, counted, joined, listed
+from lockstep.text import NEXT, counted, joined, listed, wrapped
 from lockstep.tools.verify.compare import Distance, FindingKind, Judgement, Stage, StepDifference
 from lockstep.tools.verify.records import VERSION
 from lockstep.tools.verify.runs import Contrast, Result
 
-_WIDTH = 120
 _INDENT = "  "
 #: The call that advice gives for slices, and a loop over them.
 _SLICES = "lockstep.shard(loader, slices=8)"
@@ -196,10 +194,7 @@ def _few(steps: list[StepDifference]) -> list[StepDifference]:
 def _wrapped(text: str, *, label: str = "") -> list[str]:
     """Break a sentence into lines, the first behind ``label``."""
     first = f"{_INDENT}{label:<8}" if label else _INDENT
-    later = " " * len(first)
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
-    )
+    return wrapped(text, first, " " * len(first))
 
 
 # As JSON -------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import LaunchError
-from lockstep.launch.output import KEPT, LogFolder
+from lockstep.launch.logs import KEPT, LogFolder
 from lockstep.runs.homes import default_home, homes, make_spare_home, reference
 
 

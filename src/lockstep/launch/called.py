@@ -15,7 +15,7 @@ from lockstep.launch.channel import Broken
 from lockstep.launch.console import say
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
-from lockstep.launch.output import LogFolder
+from lockstep.launch.logs import LogFolder
 from lockstep.launch.packed_call import PackedCall
 from lockstep.launch.policy import failure_facts
 from lockstep.launch.ports import free_port

@@ -28,8 +28,9 @@ from lockstep.launch.console import say
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.hangs import ReportedHang
 from lockstep.launch.launcher import Launcher
+from lockstep.launch.logs import LogFolder
 from lockstep.launch.notify import Notice
-from lockstep.launch.output import LogFolder, Relay, Streams
+from lockstep.launch.output import Relay, Streams
 from lockstep.launch.policy import HUNG, TIME_LIMIT, Failure, Restarts, failure_facts, hang_facts
 from lockstep.launch.ports import free_port, is_free
 from lockstep.launch.processes import SAVE, STOPPING, SignalArrival, SignalQueue, ignored

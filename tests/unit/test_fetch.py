@@ -13,8 +13,9 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
 from torch.utils.data import default_collate
 
+from lockstep.data.collate import nothing_of
 from lockstep.data.contents import contents_of, fingerprint
-from lockstep.data.fetch import BatchKey, Fetched, FetchingDataset, nothing_of
+from lockstep.data.fetch import BatchKey, Fetched, FetchingDataset
 from lockstep.data.inner import naming_dead_workers
 from lockstep.errors import PeerLost
 from lockstep.trees import leaves, map_leaves, to_device

@@ -22,20 +22,12 @@ from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import agreed
 from lockstep.comm.world import World
 from lockstep.data.batches import EpochBatches, GlobalBatch
+from lockstep.data.collate import size_unlike
 from lockstep.data.costs import ByCost, ByNumber, Division
 from lockstep.data.cursor import Cursor, LoaderState, PositionNow
 from lockstep.data.device import on_device
 from lockstep.data.epochs import Epochs
-from lockstep.data.fetch import (
-    Fetched,
-    FetchingDataset,
-    Keys,
-    Pass,
-    share_keys,
-    size_unlike,
-    slices_key,
-    slices_keys,
-)
+from lockstep.data.fetch import Fetched, FetchingDataset, Keys, Pass, share_keys, slices_key, slices_keys
 from lockstep.data.inner import inner_loader, naming_dead_workers
 from lockstep.data.last_pass import LastPass
 from lockstep.data.mixing import mix

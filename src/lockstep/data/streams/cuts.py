@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lockstep.data.collate import Collate, collated, collated_to_keep
 from lockstep.data.contents import fingerprint
-from lockstep.data.fetch import PASSED_OVER, Collate, Fetched, collated, collated_to_keep
+from lockstep.data.fetch import PASSED_OVER, Fetched
 from lockstep.data.mixing import mix
 from lockstep.data.order import share_bounds
 from lockstep.data.slicing import Slicing, sizes_in

@@ -15,7 +15,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lockstep.data.fetch import COLLATE, Collate, Fetched, copied, own_generators
+from lockstep.data.collate import Collate, copied
+from lockstep.data.fetch import COLLATE, Fetched, own_generators
 from lockstep.data.mixing import mix
 from lockstep.data.seeding import OwnNumbers
 from lockstep.data.streams.reading import Samples, StatefulReading, StreamBatch, StreamMark, has_state, read_by_counting

@@ -37,8 +37,9 @@ from lockstep.comm.local_ranks import LocalRanks, RankLine, connect
 from lockstep.comm.parcels import Handed, Parcel, Unpackable, stacked
 from lockstep.comm.together import class_name, class_named
 from lockstep.comm.world import World
+from lockstep.data.collate import Collate, copied
 from lockstep.data.contents import fingerprint
-from lockstep.data.fetch import Collate, Fetched, copied
+from lockstep.data.fetch import Fetched
 from lockstep.data.inner import loader_like, naming_dead_workers
 from lockstep.data.seeding import preserved_generators
 from lockstep.data.source import Shardable

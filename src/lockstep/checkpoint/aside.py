@@ -177,11 +177,11 @@ class SideSaver:
         self._is_ending = False
         #: The number of the last attempt that this rank took part in; the reason why the last one came to nothing.
         self._attempts, self._said = 0, ""
-        #: When the main thread last came to a boundary.
+        #: The time at which the main thread last came to a boundary.
         self._came_at = 0.0
-        #: When the last attempt was over.
+        #: The time at which the last attempt was over.
         self._tried_at = -math.inf
-        #: When the disk is looked at next, and True once it was found nearly full.
+        #: The time at which the disk is looked at next, and True once it was found nearly full.
         self._look_at_room, self._is_full = 0.0, False
         #: The number of steps beyond which the main thread may not go; None: any. Guarded by the condition.
         self._limit: int | None = None

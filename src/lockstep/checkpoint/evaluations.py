@@ -38,7 +38,7 @@ from lockstep.checkpoint.storage import POSIX, Storage
 FOLDER = "evaluations"
 #: What the names of all evaluated numbers begin with: a script may log an "accuracy" of its own.
 PREFIX = "eval/"
-#: How often a checkpoint is tried at most.
+#: The most times that a checkpoint is tried.
 TRIES = 3
 
 _FORMAT = 1
@@ -57,7 +57,7 @@ class Evaluated:
     digest: str
     #: The numbers by their names, which begin with ``eval/``; NaN: the script reported NaN. None: it failed so far.
     numbers: Mapping[str, float] | None
-    #: How often it was tried, and why the last try failed; empty if it did not.
+    #: Number of tries so far, and the reason why the last one failed; empty: it did not.
     tries: int
     failure: str
     #: The seconds that the last try took, and when it ended, in seconds since the epoch.

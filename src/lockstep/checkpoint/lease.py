@@ -49,7 +49,7 @@ from lockstep.errors import CheckpointError
 from lockstep.text import as_duration
 
 _TERM = re.compile(r"owner-(\d{8})\.json")
-#: How many times an observer looks in the time between two signs of life.
+#: Number of looks of an observer in the time between two signs of life.
 _LOOKS = 4
 
 

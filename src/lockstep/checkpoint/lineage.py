@@ -43,7 +43,7 @@ _MOST = 1000
 class LineageRecord:
     """What ``lineage.json`` says."""
 
-    #: Whether the run has done all its epochs.
+    #: True if the run has done all its epochs.
     ended: bool = False
     #: The name of each checkpoint and its identity, oldest first.
     checkpoints: tuple[tuple[str, str], ...] = ()
@@ -79,7 +79,7 @@ class Lineage:
         self._root, self._on = root, on
         #: Name -> identity, oldest first.
         self._known: dict[str, str] = {}
-        #: Whether all epochs are done.
+        #: True if all epochs are done.
         self._ended = False
         #: The age of the checkpoint that the run has resumed from.
         self._resumed_from = (-1, 0)

@@ -73,7 +73,7 @@ class Manifest:
     #: The ranks whose parameters were seen to differ from rank 0's, which are saved. None: no difference was seen, or a
     #: version without this check wrote it.
     apart: list[int] | None = None
-    #: Where an object store has the bytes; None: they are files.
+    #: The places where an object store has the bytes; None: they are files.
     stored: Stored | None = None
 
     @property

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.checkpoint.state import RunState
 from lockstep.text import counted, joined, listed
 
-#: How a loader shows that its position can be saved and listened to.
+#: The method by which a loader shows that its position can be saved and listened to.
 _LOADER_HOOK = "_register_end_of_pass_hook"
 
 

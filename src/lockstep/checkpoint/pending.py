@@ -32,7 +32,7 @@ from lockstep.checkpoint.rest_point import RestPoint
 from lockstep.checkpoint.watched import Place
 from lockstep.errors import CheckpointError
 
-#: How a number of each kind lies in memory.
+#: The type in C of a number of each kind.
 _C_TYPES: dict[torch.dtype, Any] = {
     torch.float32: ctypes.c_float,
     torch.float64: ctypes.c_double,

@@ -25,7 +25,7 @@ class RestPoint(NamedTuple):
     """What a checkpoint of one moment needs besides what only optimizers change; see Note [Points of rest]."""
 
     counts: Tally
-    #: Whether the epoch is done, by the user's word; None: the user did not say.
+    #: True if the epoch is done, by the user's word; None: the user did not say.
     epoch_done: bool | None
     #: The position of the loader; None: there is no loader.
     loader: LoaderPosition | None

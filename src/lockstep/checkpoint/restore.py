@@ -28,7 +28,7 @@ class Restored:
     step: int
     #: The epoch to resume in.
     epoch: int
-    #: Whether a part of that epoch is done.
+    #: True if a part of that epoch is done.
     in_epoch: bool
     #: Number of ranks of the job that wrote it.
     world_size: int

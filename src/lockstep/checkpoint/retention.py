@@ -34,12 +34,12 @@ class Retention:
     sound ones are missing from ``last``, until they are older than the last sound ones.
     """
 
-    #: How many of the last steps with checkpoints are kept. None: all of them; 0: only the newest.
+    #: Number of the last steps with checkpoints that are kept. None: all of them; 0: only the newest.
     last: int | None = 3
     #: Checkpoints whose step is a multiple of this are kept for good. None: no such rule.
     every: int | None = None
-    #: How many of the best are kept, by the metric of ``save(metric=…)`` or the number that ``by`` names; of two equal
-    #: ones the newer.
+    #: Number of the best that are kept, by the metric of ``save(metric=…)`` or the number that ``by`` names; of two
+    #: equal ones the newer.
     best: int = 0
     #: "min" if the best metric is the smallest (a loss), "max" if it is the largest (an accuracy).
     mode: Literal["min", "max"] = "min"

@@ -156,13 +156,13 @@ class Watch:
         self._with_steps: list[_Tensor] = []
         #: The tensors of both kinds that are in the host's memory.
         self._on_host: list[_Tensor] = []
-        #: Where these are, and what they were at the last look, with torch's counts of their changes.
+        #: The places of these, and what they were at the last look, with torch's counts of their changes.
         self._held: list[tuple[dict[str, Any], str]] = []
         self._tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
         #: Those of them that were seen to change after a point, by what it follows.
         self._moving: dict[After, list[_Tensor]] = {kind: [] for kind in After}
-        #: How many of the latter are stepped parameters, which come first, and those of which some bytes are compared.
+        #: Number of stepped parameters among the latter, which come first, and those of which some bytes are compared.
         self._params = 0
         self._peeked: list[_Tensor] = []
         self._samples = _Samples([])

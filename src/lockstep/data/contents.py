@@ -192,7 +192,7 @@ class _Telling:
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
-        #: Whether anything was known of the contents.
+        #: True if anything was known of the contents.
         self._knows = False
         #: The objects whose attributes are looked at, from the outermost.
         self._within: list[object] = []

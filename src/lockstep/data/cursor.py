@@ -66,8 +66,8 @@ class LoaderState:
     sampler: Any = None
     #: The number of ranks among which a stream splits itself, or None.
     parts: int | None = None
-    #: How to go on in a stream with a state of its own, in JSON types: that of every rank, or, if the stream splits
-    #: itself, of one rank; or None.
+    #: The state from which to go on in a stream with one of its own, in JSON types: that of every rank, or, if the
+    #: stream splits itself, of one rank; or None.
     stream: Any = None
     #: True if the pass under way has come to its end: nothing is asked for any more, and nothing is drawn for that; or
     #: None.

@@ -46,7 +46,7 @@ class Epochs:
         self._now: DrawnBatches | None = None
         #: The state that the batch sampler has to be put into before the next epoch; None: it is in the right one.
         self._pending: Any = None
-        #: How rank 0 ships batches; None: each rank cuts them itself.
+        #: The way in which rank 0 ships batches; None: each rank cuts them itself.
         self._shipping: Shipping | None = None
         self._length: int | None = None
         costs = source.costs

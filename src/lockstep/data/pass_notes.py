@@ -65,7 +65,7 @@ class PassNotes:
         self._noted: _Begun | None = None
         self._size = 0, 0
         self._again, self._told_at = 0, 0.0
-        #: Where the next pass begins if it is like the last one.
+        #: The place where the next pass begins if it is like the last one.
         self._expected: _Begun | None = None
 
     def begin(self, cursor: Cursor, settings: Mapping[str, Any], *, in_hand: bool = False) -> None:

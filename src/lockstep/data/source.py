@@ -54,7 +54,7 @@ class Shardable:
     shares: tuple[float, ...] | None = None
     #: What samples cost, if the parts of a batch are to cost the same.
     costs: SampleCosts | None = None
-    #: By whose word each rank reads a part of the stream; None: each reads all of it, or the dataset is no stream.
+    #: The one who said that each rank reads a part of the stream; None: each reads all of it, or it is no stream.
     split_by: str | None = None
 
     def with_stream(self, said: object, *, rank: int, world_size: int) -> Shardable:

@@ -105,7 +105,7 @@ class Split(Dataset[Item]):
         if length is not None:
             bounds = share_bounds(length, rank=rank, world_size=world_size)
             self._indices = range(rank, length, world_size) if strided else range(*bounds)
-        #: Of an iterable: the items seen in the last pass, and those handed out; and whether it has come to its end.
+        #: Numbers of items of an iterable that the last pass has seen and handed out; True if it has come to its end.
         self._seen = self._taken = 0
         self._is_through = False
 

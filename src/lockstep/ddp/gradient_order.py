@@ -28,8 +28,8 @@ from torch.nn import Parameter
 from lockstep import _torch
 from lockstep.comm.exchange import all_gather_records
 
-#: How much earlier a byte is to be sent, on average, for a new layout to be worth it: by this part of the time in which
-#: all gradients come.
+#: The part of the time in which all gradients come by which a byte is to be sent earlier, on average, for a new layout
+#: to be worth it.
 _GAIN = 0.02
 
 

@@ -67,7 +67,7 @@ class GroupsDone:
 
     #: The steps that the user has to repeat; empty if there are none.
     todo: str
-    #: Why it could not be done; empty: it was.
+    #: The reason why it could not be done; empty: it was.
     error: str
 
 

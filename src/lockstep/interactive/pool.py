@@ -40,7 +40,7 @@ class RankPool:
         self.channels: dict[int, Channel[Report]] = {}
         self._pipes: list[RankPipe] = []
         self._returned: list[Returned] = []
-        #: Why all ranks were ended, and for the sake of which; empty: they were not.
+        #: The reason why all ranks were ended, and for the sake of which; empty: they were not.
         self._given_up, self._culprit = "", 0
         self._closed = False
         self._calls = CalledRanks(["lockstep.InteractiveRanks"], nprocs, quiet=True)

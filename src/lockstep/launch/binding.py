@@ -36,12 +36,12 @@ _OVERLAPPING = "what is beside one rank's GPU is a part of what is beside anothe
 class Bind(enum.Enum):
     """What the user asks for."""
 
-    #: By NUMA node or L3 cache where that takes nothing from any rank, else not at all.
+    #: A rank has a NUMA node or L3 cache where that takes nothing from any rank, else all cores.
     AUTO = "auto"
     NONE = "none"
-    #: To all cores of a NUMA node: that of the rank's GPU, or the nodes in turn.
+    #: A rank has all cores of a NUMA node: that of the rank's GPU, or the nodes in turn.
     NUMA = "numa"
-    #: To cores that no other rank has, beside the rank's GPU or on one NUMA node and L3 cache as far as that goes.
+    #: A rank has cores that no other has, beside its GPU or on one NUMA node and L3 cache as far as that goes.
     CORES = "cores"
 
 
@@ -56,7 +56,7 @@ class CoreFacts:
     quota: float | None = None
     #: The GPUs in the order of the local ranks; empty: there is none.
     gpus: tuple[GpuPlace, ...] = ()
-    #: Why it is not known where the ranks' GPUs are, in words; empty: it is.
+    #: The reason why it is not known where the ranks' GPUs are, in words; empty: it is known.
     unknown: str = ""
     #: The variables that have OpenMP bind its threads itself.
     openmp: tuple[str, ...] = ()
@@ -109,7 +109,7 @@ class Binding:
     threads: int
     #: The cores that the ranks share, which none of them sees once it is bound.
     cores: int
-    #: Why no rank is bound, in words; empty: ranks are.
+    #: The reason why no rank is bound, in words; empty: ranks are.
     why_not: str = ""
 
     def of(self, local_rank: int) -> frozenset[int] | None:

@@ -64,7 +64,7 @@ class ReportedHang:
     """A report that stands: the late ranks have not moved since."""
 
     verdict: HangVerdict
-    #: When it was made, on the monotonic clock.
+    #: The time at which it was made, on the monotonic clock.
     at: float
     #: The report's text.
     text: str

@@ -38,10 +38,10 @@ class Known:
 
     rank: int
     pid: int | None
-    #: How it ended, or None while it lives.
+    #: The exit code with which it ended; None: it lives.
     exit_code: int | None
     look: Look
-    #: Since when its page is as it is, on the monotonic clock.
+    #: The time since which its page is as it is, on the monotonic clock.
     since: float
     facts: ProcessFacts | None
     stack: Stack | None

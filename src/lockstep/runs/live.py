@@ -77,7 +77,7 @@ class Live:
     def _open(self, start: dict[str, Any]) -> None:
         self._folder = str(start["folder"])
         self._pids = {int(rank): pid for rank, pid in start["ranks"].items()}
-        #: When each of them started: once it has ended, another process may get its id.
+        #: The time at which each of them started: once it has ended, another process may get its id.
         self._started = {rank: None if pid is None else _proc.started(pid) for rank, pid in self._pids.items()}
         self._pages = Pages(start["folder"], start["world_size"])
         self._moments: deque[_Moment] = deque()

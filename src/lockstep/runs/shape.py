@@ -121,7 +121,7 @@ _SUMMARY = _Object(
         "parts": _Many(_Object({"ranks": _RANKS})),
     },
 )
-#: Of versions that summed up the last start alone; it is not shown, but computed again.
+#: The summary of versions that summed up the last start alone; it is not shown, but computed again.
 _EARLIER_SUMMARY = _Object({}, {"bottleneck": _TEXT})
 _RECORD = _Object(
     {

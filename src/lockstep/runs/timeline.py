@@ -403,7 +403,7 @@ class Clock:
 class Measured:
     """What machines that met have found out of a clock. Nanoseconds."""
 
-    #: How far it was ahead of machine 0's, by how much that may be wrong, and when that was, on this clock.
+    #: Nanoseconds that it was ahead of machine 0's, the most that this may be wrong, and the time on this clock.
     ahead: int
     error: int
     at: int

@@ -49,7 +49,7 @@ _WITHOUT = frozenset(
 )  # fmt: skip
 
 
-#: Why a step is not counted.
+#: The reason why a step is not counted.
 _COMPILED = "torch.compile has compiled parts of the program, inside which no operation is seen"
 _COVERED = "a dispatch mode of the program's is active at the end of a step"
 
@@ -117,7 +117,7 @@ class StepCount:
         self._counter: OperationCounter | None = None
         #: The samples of all steps when the step began.
         self._samples = 0
-        #: Why the step can't be counted; empty: it can, as far as is known.
+        #: The reason why the step can't be counted; empty: it can, as far as is known.
         self._why = ""
 
     def after_step(self) -> bool:

@@ -43,7 +43,7 @@ class DynamicScale:
         self._taken = 0
         #: Steps left out because gradients were infinite or NaN.
         self._skipped = 0
-        #: Of the steps since the last scaled loss: whether there was one, and whether one was left out.
+        #: True if there was a step since the last scaled loss, and if one was left out.
         self._has_stepped = self._has_skipped = False
 
     @property

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from lockstep import _proc
 
-#: How the files in /dev/shm are called that torch, Python, OpenMP and MPI make, of which tests and jobs may leave some.
+#: The names of the files in /dev/shm that torch, Python, OpenMP and MPI make, of which tests and jobs may leave some.
 #: Those of other programs on the machine come and go as they like.
 _MADE_HERE = re.compile(r"torch_|psm_|sem\.mp-|__KMP_REGISTERED_LIB_|mpich|lockstep")
 #: What :func:`sign` makes of names.

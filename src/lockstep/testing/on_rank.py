@@ -86,9 +86,9 @@ class RankReport:
     """One rank's report on the test."""
 
     kind: Kind = "passed"
-    #: Why it was skipped, or was expected to fail.
+    #: The reason why it was skipped, or was expected to fail.
     reason: str = ""
-    #: Of a failure: where (setup, call or teardown), pytest's report in JSON's types, and whether it reads like the
+    #: The phase of a failure (setup, call or teardown), pytest's report in JSON's types, and True if it reads like the
     #: consequence of another rank's.
     phase: str = "call"
     report: dict[str, Any] | None = None

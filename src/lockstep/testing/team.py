@@ -85,9 +85,9 @@ class RankEnd:
     problem: str = ""
     #: What it left of an exception that ended it.
     record: FailureRecord | None = None
-    #: Why it was ended from outside; None: it ended by itself.
+    #: The reason why it was ended from outside; None: it ended by itself.
     stopped: EndedFor | None = None
-    #: Where it was then, in words.
+    #: The place where it was then, in words.
     where: str = ""
     out: str = ""
     err: str = ""
@@ -98,7 +98,7 @@ class TeamResult:
     """The outcome of a call."""
 
     ranks: tuple[RankEnd, ...]
-    #: Why the call was ended from outside, and what the launcher's watch says of it.
+    #: The reason why the call was ended from outside, and what the launcher's watch says of it.
     stopped: EndedFor | None
     finding: str
     #: The processes that have outlived the ranks, in words. They have been ended.

@@ -47,7 +47,7 @@ class RanksVerdict:
     """The outcome of a test, and the words for it."""
 
     fate: TestFate
-    #: Why it was skipped or was expected to fail; of a failure one line: the first rank that failed.
+    #: The reason why it was skipped or was expected to fail; of a failure one line: the first rank that failed.
     reason: str = ""
     told: tuple[Told, ...] = ()
 

@@ -39,7 +39,7 @@ class Explanation:
     steps: int | None
     #: The result of :meth:`lockstep.job.summary.RunSummary.to_json`; None: not known.
     summary: dict[str, Any] | None
-    #: Why something is not known, a sentence each without its full stop.
+    #: The reasons why something is not known, a sentence each without its full stop.
     troubles: tuple[str, ...] = ()
 
     @classmethod

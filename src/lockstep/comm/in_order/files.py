@@ -95,7 +95,7 @@ class RowFile:
         self._path, self._kinds = path, kinds
         self._temporary = f"{os.fspath(path)}.tmp-{os.getpid()}"
         head = _npy_header(kinds[0], rows) if path.suffix == ".npy" else _safetensors_header(kinds, rows)
-        #: Where each column begins.
+        #: The place where each column begins.
         self._begins = [len(head)]
         for kind in kinds:
             self._begins.append(self._begins[-1] + rows * kind.nbytes)

@@ -61,7 +61,7 @@ class HandedOut:
     counts: Counts
     #: The items of all ranks; None: as many as they were given.
     total: int | None
-    #: Why not all of them were handed out; empty if they were.
+    #: The reason why not all of them were handed out; empty: they were.
     unfinished: str = ""
     #: The rows of each output: those of the batches; None: each output is of one item.
     batches: Sequence[int] | None = None

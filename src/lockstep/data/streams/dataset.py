@@ -74,7 +74,7 @@ class StreamDataset(IterableDataset[Fetched]):
         #: mix(seed, epoch) and the number of the pass, int64 of shape (2,), shared with the workers: persistent workers
         #: learn of a new pass only from it.
         self._pass = torch.zeros(2, dtype=torch.int64).share_memory_()
-        #: Where each worker goes on, and in which pass.
+        #: The mark at which each worker goes on, and the pass in which it does.
         self._marks: Mapping[int, StreamMark] = {}
         self._marks_are_of = 0
         #: Told which sample is read; set in the workers of a job that lockstep started.

@@ -66,7 +66,7 @@ class _PortionCounts(NamedTuple):
 
     #: The most batches that its next portion may have.
     most: int
-    #: By batch its number of samples, or why there is none.
+    #: The number of samples of each batch, or the reason why there is none.
     samples: list[int]
 
 
@@ -83,7 +83,7 @@ class OwnBatches:
         self._fetched = marks.unused(self._noting_first(fetched), skip)
         #: A batch of zero samples; None: nothing was read.
         self._nothing: Fetched | None = None
-        #: Why nothing more can be read.
+        #: The reason why nothing more can be read.
         self.failure: Exception | None = None
         #: The fingerprint of the first batch, used or not; None: there was none.
         self.first: str | None = None

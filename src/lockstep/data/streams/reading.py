@@ -63,7 +63,7 @@ class StreamBatch(NamedTuple):
     samples: list[Any]
     #: The position of the first of them among those that this process reads.
     position: int
-    #: How to go on after it; None: by counting.
+    #: The mark from which to go on after it; None: by counting.
     mark: StreamMark | None = None
     #: What the user must be told of how the stream is read.
     warning: str = ""

@@ -81,7 +81,7 @@ class LeaderCut:
     def __init__(self, own: StreamCut, others: Sequence[StreamCut]) -> None:
         self._own, self._others = own, others
         self.samples, self.key_at, self.after_last = own.samples, own.key_at, own.after_last
-        #: Why the others read by themselves, once something could not be packed; their shares are not made then.
+        #: The reason why the others read by themselves: something could not be packed. Their shares are not made then.
         self._why_not = ""
 
     def batch(self, read: StreamBatch, collate: Collate, *, seed: int | None) -> Fetched:

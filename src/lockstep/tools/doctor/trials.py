@@ -240,7 +240,7 @@ def _speed(pair: Mapping[str, Any]) -> str:
 
 #: Seconds that a few bytes may take between hosts, and bytes a second that many have to reach.
 _FAR, _LINK = 5e-3, 40e6
-#: How many times slower than the median of all pairs one pair may be.
+#: The limit from which a pair is slow, in times the median of all pairs.
 _ODD = 3.0
 #: Seconds for all pairs of hosts beside that: 4 each, of eight hosts.
 _PAIRS_LIMIT = 4.0 * 28

@@ -37,7 +37,7 @@ from lockstep.version import __version__
 
 #: Seconds for a host to answer, for all checks of a host, and for one short question.
 _REACH, _LOOK, _ASK = 30.0, trials.TORCH_LIMIT + trials.JOB_LIMIT + 90.0, 30.0
-#: How often a host is asked for its time.
+#: Number of times that a host is asked for its time.
 _CLOCKS = 5
 THIS = "this machine"
 

@@ -43,7 +43,7 @@ class EvaluationAttempt:
     end: EvaluationEnd
     #: What the script has reported, by name; None: it failed.
     numbers: Mapping[str, float] | None
-    #: Why it failed; empty if it did not.
+    #: The reason why it failed; empty: it did not.
     why: str
     seconds: float
     #: The launcher's exit code; None: it was stopped at its limit.

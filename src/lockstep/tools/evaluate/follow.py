@@ -76,9 +76,9 @@ class EvaluationOutcome:
     end: EvaluationEnd
     #: What the script has reported; None: nothing.
     numbers: Mapping[str, float] | None = None
-    #: Why it failed; empty if it did not.
+    #: The reason why it failed; empty: it did not.
     why: str = ""
-    #: How often it was tried, and whether it will be tried again.
+    #: Number of tries so far; True if it will be tried again.
     tries: int = 0
     again: bool = False
     seconds: float | None = None
@@ -219,14 +219,14 @@ class _Evaluator:
         listed = folder.checkpoints()
         #: The age of the newest checkpoint that was there at the beginning.
         self._newest = Candidate(listed[0].name, "").age if listed else (-1, 0)
-        #: Whether the run was ever seen to have an owner, and since when it was seen to have none; None: it has one.
+        #: True if the run was ever seen to have an owner; the time since which it has had none, None: it has one.
         self._was_alive = False
         self._alone_since: float | None = None
         #: The owner's last sign of life, and when it was new.
         self._beat: tuple[tuple[str, int] | None, float] = (None, 0.0)
         #: What the run said of itself at the beginning.
         self._first = self._record()
-        #: Whether a script has failed, so that somebody may want to read what it printed.
+        #: True if a script has failed, so that somebody may want to read what it printed.
         self._has_failed = False
 
     def run(self) -> EvaluationTally:

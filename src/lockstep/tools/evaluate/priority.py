@@ -9,7 +9,7 @@ from collections.abc import Set
 
 from lockstep.topology import format_cpus
 
-#: How nice an evaluator is at least. A nice of 10 has a tenth of the time of an equal process without.
+#: The least nice value of an evaluator. A nice of 10 has a tenth of the time of an equal process without.
 NICE = 10
 #: The number of the system call ioprio_set, which has no function in C's library; on other machines it is not called.
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}

@@ -19,7 +19,8 @@ if both go into one backward, or else that of the batch in hand. It is warned of
 batch that was read ahead, and not as long as the one in hand.
 
 The ranks compare which batch is in hand (Note [Batches compared] in ``ddp/batches.py``), and not which one a forward
-knows, since a rank may know it where others don't.
+knows, since a rank may know it where others don't. Only where no pass is under way (a loop over a list) do they compare
+those that forwards know, and a rank whose forward knows none differs from no other.
 """
 
 from __future__ import annotations

@@ -247,6 +247,18 @@ def test_ranks_that_tell_of_one_end_in_words_of_their_own_are_one_line(words: st
     assert len(describe(_outcome(*waiting, cause, world_size=64)).splitlines()) == 5, "nor beside a cause"
 
 
+def test_echoes_whose_first_lines_agree_keep_their_words() -> None:
+    first = _ending(0, 1, 5.2, raised="CollectiveTimeout: rank 3 did not come", raised_at=5.0)
+    told = "PeerLost: rank {0} of 4: a rank is gone\nrank {0} saw it"
+    others = [_ending(rank, 1, 5.2, raised=told.format(rank), raised_at=5.1) for rank in (1, 2)]
+    stopped_before = _ending(3, 1, 5.4, raised="PeerLost: rank 3 of 4: another", raised_at=5.3, stopped_at=5.25)
+    lines = describe(_outcome(first, *others, stopped_before, world_size=4)).splitlines()
+    assert lines[-2:] == [
+        "ranks 1 and 2 failed too: PeerLost: rank # of 4: a rank is gone",
+        "rank 3: stopped because rank 0 failed",
+    ]
+
+
 def test_errors_that_are_no_echo_keep_their_words() -> None:
     own = [_ending(rank, 1, 5.1, raised=f"KeyError: {rank}", raised_at=5 + rank / 100) for rank in range(3)]
     lines = describe(_outcome(*own, world_size=3)).splitlines()

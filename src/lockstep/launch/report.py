@@ -405,8 +405,9 @@ def _differing_echoes(others: Iterable[Ending], first: Ending) -> set[str]:
     names its own connection, how long it has waited, and which ends it knew of by then."""
     words: dict[str, set[str]] = {}
     for ending in others:
-        if ending.record is not None and ending.is_echo and not _alike(ending, first):
-            words.setdefault(ending.record.type, set()).add(_anonymous(ending.record.message, ending.rank))
+        if ending.record is not None and ending.failed_by_itself and ending.is_echo and not _alike(ending, first):
+            _, _, message = ending.cause.partition(": ")
+            words.setdefault(ending.record.type, set()).add(_anonymous(message, ending.rank))
     return {kind for kind, each in words.items() if len(each) > 1}
 
 

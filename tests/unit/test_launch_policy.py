@@ -7,7 +7,8 @@ from signal import SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM
 
 import pytest
 
-from lockstep.launch.policy import FAILURE_GRACE, TIME_LIMIT, KilledFor, Order, Policy
+from lockstep.job.stop_signals import TIME_LIMIT
+from lockstep.launch.policy import FAILURE_GRACE, KilledFor, Order, Policy
 
 
 def test_a_job_is_done_when_every_rank_ended_well() -> None:

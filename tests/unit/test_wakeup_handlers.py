@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import signal
@@ -9,11 +10,12 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lockstep.job import wakeup
+from lockstep.job import stop, wakeup
 from lockstep.job.stop import Action, Requests
 from lockstep.job.wakeup import Wakeup
 from tests.launching import LIMIT
@@ -110,6 +112,32 @@ def test_a_signal_is_one_request_in_whatever_order_it_is_heard_of(first: str) ->
             each()
             assert requests.save is (number == 0), f"turn {turn}: {number}"
             requests.save = False
+    requests.close()
+
+
+@pytest.mark.parametrize(
+    ("signums", "by", "is_second"),
+    [
+        ((signal.SIGHUP, signal.SIGTERM), signal.SIGTERM, False),
+        ((signal.SIGHUP, signal.SIGTERM, signal.SIGHUP), signal.SIGTERM, False),
+        ((signal.SIGTERM, signal.SIGHUP, signal.SIGHUP), signal.SIGTERM, False),
+        ((signal.SIGHUP, signal.SIGTERM, signal.SIGTERM), signal.SIGTERM, True),
+        ((signal.SIGTERM, signal.SIGTERM), signal.SIGTERM, True),
+    ],
+)
+def test_what_ends_a_lost_session_is_one_request_without_a_launcher_too(
+    monkeypatch: pytest.MonkeyPatch, signums: tuple[signal.Signals, ...], by: signal.Signals, is_second: bool
+) -> None:
+    """However long after each other its signals come."""
+    clock, ended = itertools.count(), []
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    monkeypatch.setattr(stop, "_as_by_default", lambda signum, _frame: ended.append(signum))
+    requests = Requests()
+    requests.listen()
+    for signum in signums:
+        assert ended == [], "the last one at most"
+        os.kill(os.getpid(), signum)
+    assert (requests.stop, ended) == (by, [signums[-1]] if is_second else [])
     requests.close()
 
 

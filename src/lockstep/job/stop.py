@@ -45,6 +45,7 @@ from lockstep.errors import PeerLost
 from lockstep.job import flight, terminal
 from lockstep.job.files import JobFiles
 from lockstep.job.page import Cell, Pages
+from lockstep.job.stop_signals import one_request
 
 #: Steps between a request and the act.
 LEAD = 2
@@ -56,8 +57,6 @@ _MOMENT = 0.001
 _LAUNCH = popen_fork.Popen._launch.__code__  # type: ignore[attr-defined]  # (private)
 #: The signals that a terminal sends to all processes that it controls.
 _FROM_THE_TERMINAL = (signal.SIGINT, signal.SIGHUP)
-#: Two signals closer than this are one: "timeout" signals its child and then the whole group.
-_SAME_SIGNAL = 0.25
 
 
 class Action(enum.IntEnum):
@@ -264,7 +263,8 @@ class Requests:
         self.leaving = False
         #: Leaves the run, which has been saved from the side; None: it has not been.
         self.saved: Callable[[], None] | None = None
-        self._asked_at = 0.0
+        #: When the last signal that asks to leave came, on the monotonic clock.
+        self._last_stop = 0.0
         #: Signals that the thread has noticed before their handlers were called, and the other way round: each comes to
         #: both, in either order, and is one request.
         self._noticed: set[int] = set()
@@ -288,8 +288,8 @@ class Requests:
         self._noticed.clear()
         self._called.clear()
         for signum in (*_STOP, _SAVE):
-            owner = getattr(signal.getsignal(signum), "__self__", None)
-            if isinstance(owner, Requests) and owner._is_closed:
+            owner = _owner(signum)
+            if owner is not None and owner._is_closed:
                 owner.close()
             before = signal.getsignal(signum)
             is_ignored = signum == _SAVE and before == signal.SIG_IGN
@@ -313,9 +313,10 @@ class Requests:
         if signum == _SAVE:
             self._noticed.add(signum)
             self.save = True
-        elif self.stop is None:
+            return
+        if self.stop is None:
             self._noticed.add(signum)
-            self.stop, self._asked_at = signal.Signals(signum), time.monotonic()
+            self._asks_to_leave(signal.Signals(signum))
 
     def tell_main(self) -> bool:
         """Make the main thread call :attr:`saved` where it is. Return False if none of its signals is ours any more."""
@@ -363,16 +364,24 @@ class Requests:
             self.saved()
         elif signum == _SAVE:
             self.save = self._is_new(signum) or self.save
-        elif signum == signal.SIGHUP and self._hung_up():
-            pass  # the shell and the kernel both send it, so the second one is no second request
-        elif self._of_a_failed_job():
+        else:
+            self._on_stop(signal.Signals(signum), frame)
+
+    def _on_stop(self, signum: signal.Signals, frame: FrameType | None) -> None:
+        if signum == signal.SIGHUP:
+            terminal.let_go()
+        if self._of_a_failed_job():
             _as_by_default(signum, frame)
-        elif not self._is_new(signum):
-            pass
-        elif self.stop is None:
-            self.stop, self._asked_at = signal.Signals(signum), time.monotonic()
-        elif knobs.job_dir() is None and time.monotonic() - self._asked_at > _SAME_SIGNAL:
-            _as_by_default(signum, frame)  # a second request; under a launcher that tells echoes apart, and kills
+        elif self._is_new(signum) and not self._asks_to_leave(signum) and knobs.job_dir() is None:
+            _as_by_default(signum, frame)  # a second request, which under a launcher is for that to carry out
+
+    def _asks_to_leave(self, signum: signal.Signals) -> bool:
+        """Note a request to leave. Return False if it is a second one."""
+        now = time.monotonic()
+        after, self._last_stop = now - self._last_stop, now
+        one = signum if self.stop is None else one_request(self.stop, signum, after=after)
+        self.stop = one or self.stop
+        return one is not None
 
     def _is_new(self, signum: int) -> bool:
         """Return whether the thread has not noticed a signal before its handler is called."""
@@ -382,14 +391,15 @@ class Requests:
         self._called.add(signum)
         return True
 
-    def _hung_up(self) -> bool:
-        """Let go of a terminal that is gone. Return whether this process was asked to leave before."""
-        terminal.let_go()
-        return self.stop is not None
-
     def _of_a_failed_job(self) -> bool:
         folder = knobs.job_dir()
         return folder is not None and JobFiles(folder).has_failed
+
+
+def _owner(signum: int) -> Requests | None:
+    """Return those who take a signal for a request to this process; None: nobody does."""
+    owner = getattr(signal.getsignal(signum), "__self__", None)
+    return owner if isinstance(owner, Requests) else None
 
 
 def _as_by_default(signum: int, frame: FrameType | None) -> None:
@@ -417,7 +427,7 @@ def _becomes_daemon(frame: FrameType | None) -> bool:
 def spared() -> Iterator[None]:
     """Keep the signals that a terminal sends to all from processes that are started in this context, if they are
     requests to this process, which gets them afterwards."""
-    asked_by = [s for s in _FROM_THE_TERMINAL if isinstance(getattr(signal.getsignal(s), "__self__", None), Requests)]
+    asked_by = [signum for signum in _FROM_THE_TERMINAL if _owner(signum) is not None]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, asked_by)
     try:
         yield

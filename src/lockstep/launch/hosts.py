@@ -35,6 +35,7 @@ from lockstep import knobs
 from lockstep.errors import LaunchError
 from lockstep.job import terminal
 from lockstep.job.files import EXIT_SAVED
+from lockstep.job.stop_signals import one_request
 from lockstep.launch.hosted import Order
 from lockstep.launch.output import PATIENCE, OutputSink, error_sink, window_size
 from lockstep.launch.processes import SAVE, STOPPING, SignalQueue, ignored
@@ -314,11 +315,12 @@ class _Job:
         if signum == signal.SIGTSTP:
             self._show("a job on several hosts can't be suspended")
             return
-        if signum == signal.SIGHUP and self._stopped_by is not None:
-            return  # when a terminal goes, both the shell and the kernel send it
-        if signum == signal.SIGTERM and self._stopped_by == signal.SIGHUP:
-            self._stopped_by = signum  # what ends a lost session sends both
-            return
+        if self._stopped_by is not None and signum != SAVE:
+            # Whether one comes right after another is for the hosts' launchers to say.
+            one = one_request(self._stopped_by, signum, after=float("inf"))
+            if one is not None:
+                self._stopped_by = one
+                return
         left = [each for each in self._connections if each.open and each.code is None]
         first = signum == SAVE or self._stopped_by is None
         for each in left[:1] if first else left:

@@ -43,6 +43,7 @@ from typing import Any
 from lockstep import knobs
 from lockstep.codes import CodedEnum
 from lockstep.job.files import FailureRecord
+from lockstep.job.stop_signals import TIME_LIMIT, one_request
 from lockstep.launch.processes import name
 
 # How a job ends ------------------------------------------------------------------------------------------------------
@@ -51,8 +52,6 @@ from lockstep.launch.processes import name
 FAILURE_GRACE = 0.5
 #: Seconds between two looks whether ranks that were spared still tell of their own failure.
 _PAUSE = 0.1
-#: Two signals closer than this are one: "timeout" signals its child and then the whole group.
-_SAME_SIGNAL = 0.25
 #: Seconds after SIGKILL before a rank counts as stuck in the kernel.
 _UNKILLABLE = 10.0
 
@@ -78,8 +77,6 @@ class KilledFor(enum.Enum):
 
 #: The exit code of a job whose ranks were stopped because one held up the others, as ``timeout`` has it.
 HUNG = 124
-#: A number beside the signals' for the end of a job's time limit; it is never sent to a process.
-TIME_LIMIT = signal.SIGALRM
 
 
 @dataclass
@@ -186,21 +183,15 @@ class Policy:
         return self._order(signal.SIGTERM, now, spare=(rank,))
 
     def signalled(self, signum: signal.Signals, *, delivered: bool, now: float) -> list[Order]:
-        """End the job for the user: politely the first time, at once the second.
+        """End the job for the user: politely the first time, at once the second. See Note [One request] in
+        job/stop_signals.py.
 
         Args:
-            signum: SIGINT, SIGTERM, SIGHUP, SIGQUIT (which is never polite) or :data:`TIME_LIMIT`.
+            signum: SIGINT, SIGTERM, SIGHUP, SIGQUIT (which is never polite) or ``TIME_LIMIT``.
             delivered: the ranks that run have it already, from the terminal.
             now: on the monotonic clock, in seconds.
         """
-        again, self._last_signal = now - self._last_signal, now
-        if self.stopped_by is not None and signum == signal.SIGHUP:
-            return []  # when a terminal goes, the shell sends it, the kernel sends it, and so may others
-        if self.stopped_by in (signal.SIGHUP, TIME_LIMIT) and signum == signal.SIGTERM:
-            # What ends a lost session sends both, and a scheduler has a limit of its own: it is not a user who wants
-            # the ranks gone at once.
-            self.stopped_by = signum
-            return []
+        after, self._last_signal = now - self._last_signal, now
         if self.stopped_by is None:
             self.stopped_by = signum
             if signum != signal.SIGQUIT:
@@ -208,7 +199,8 @@ class Policy:
                     self._give(self.grace, now)
                 orders = self._order(signal.SIGTERM if signum == TIME_LIMIT else signum, now)
                 return self._to_those_not_yet_started(orders) if delivered else orders
-        elif again < _SAME_SIGNAL:
+        elif (one := one_request(self.stopped_by, signum, after=after)) is not None:
+            self.stopped_by = one
             return []
         return self._kill(now, KilledFor.AT_ONCE)
 

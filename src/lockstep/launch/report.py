@@ -12,9 +12,10 @@ from pathlib import Path
 from lockstep.errors import PeerLost
 from lockstep.job.files import EXIT_SAVED, StopNote
 from lockstep.job.page import NAMES, Look, Phase
+from lockstep.job.stop_signals import TIME_LIMIT
 from lockstep.launch.causes import CRASHES, apart_in_a_crash, explain, out_of_memory, stack_of_crash
 from lockstep.launch.evidence import MachineFacts
-from lockstep.launch.policy import FAILURE_GRACE, TIME_LIMIT, Ending, Failure, KilledFor, Refusal, first_failure
+from lockstep.launch.policy import FAILURE_GRACE, Ending, Failure, KilledFor, Refusal, first_failure
 from lockstep.launch.processes import name
 from lockstep.rendezvous.messages import Round
 from lockstep.text import counted, last_lines, which_ranks

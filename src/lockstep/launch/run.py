@@ -21,6 +21,7 @@ from lockstep.errors import LaunchError
 from lockstep.job import terminal
 from lockstep.job.files import EXIT_SAVED
 from lockstep.job.page import Phase
+from lockstep.job.stop_signals import TIME_LIMIT
 from lockstep.launch import closing, console, processes, report
 from lockstep.launch.channel import CLIENT, Answer, Broken, Cleared, Fork, Ready, Started
 from lockstep.launch.closing import JobEnd, LastWord, why_over
@@ -31,7 +32,7 @@ from lockstep.launch.launcher import Launcher
 from lockstep.launch.logs import LogFolder
 from lockstep.launch.notify import Notice
 from lockstep.launch.output import Relay, Streams
-from lockstep.launch.policy import HUNG, TIME_LIMIT, Failure, Restarts, failure_facts, hang_facts
+from lockstep.launch.policy import HUNG, Failure, Restarts, failure_facts, hang_facts
 from lockstep.launch.ports import free_port, is_free
 from lockstep.launch.processes import SAVE, STOPPING, SignalArrival, SignalQueue, ignored
 from lockstep.launch.report import Outcome

@@ -68,7 +68,7 @@ for epoch in saved.epochs(2 if strikes_at == "shutdown" else 10**6):
         at("collective", 1)
         world.mean(1.0)
         if saved.step == 5:
-            open(f"trains-{world.rank}", "w").close()
+            Path(f"trains-{world.rank}").write_text(str(os.getpid()))
             if strikes_at == "restart" and world.rank == 1 and os.environ["LOCKSTEP_RESTART"] == "0":
                 os.kill(os.getpid(), 9)
     model.eval()
@@ -120,17 +120,17 @@ class _Job:
         os.close(self.screen)
         self.screen = -1
 
-    def code(self) -> int:
-        """The exit code of the leader."""
-
-        def ended() -> bool:
+    def has_ended(self) -> bool:
+        """Whether the leader has."""
+        if self._code is None:
             pid, status = os.waitpid(self.leader, os.WNOHANG)
             if pid:
                 self._code = os.waitstatus_to_exitcode(status)
-            return self._code is not None
+        return self._code is not None
 
-        if self._code is None:
-            wait_for(ended, "the leader's end", 120.0)
+    def code(self) -> int:
+        """The exit code of the leader."""
+        wait_for(self.has_ended, "the leader's end", 120.0)
         assert self._code is not None
         return self._code
 
@@ -206,6 +206,24 @@ def test_a_terminal_that_goes_makes_the_run_save(tmp_path: Path, how: str) -> No
             assert job.end() == EXIT_SAVED
             assert job.saved_at() >= 5
             job.code()
+            assert gone_within(everyone, 10.0) == []
+
+
+@pytest.mark.parametrize("launcher", ["python", pytest.param("torchrun", marks=pytest.mark.campaign)])
+def test_without_a_launcher_of_lockstep_a_run_saves_too(tmp_path: Path, launcher: str) -> None:
+    """Also if it finds out by a line that it prints, long before the signal comes."""
+    (tmp_path / "train.py").write_text(_TRAIN)
+    torchrun = ["-m", "torch.distributed.run", "--standalone"] if launcher == "torchrun" else []
+    with _in_a_terminal(tmp_path, [sys.executable, *torchrun, "train.py"], controls=False) as job:
+        job.wait_for((tmp_path / "trains-0").exists, "steps")
+        everyone = [job.leader, *_proc.descendants(job.leader)]
+        with killed_afterwards(everyone[1:]):
+            job.hang_up()
+            wait_for(lambda: (tmp_path / "long").exists() or job.has_ended(), "more epochs, whose output is lost")
+            assert not job.has_ended(), job.code()
+            os.kill(int((tmp_path / "trains-0").read_text()), signal.SIGHUP)
+            assert job.code() == EXIT_SAVED or torchrun, "torchrun has codes of its own"
+            assert job.saved_at() >= 5
             assert gone_within(everyone, 10.0) == []
 
 

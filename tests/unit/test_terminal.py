@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import subprocess
@@ -74,6 +75,40 @@ def test_a_program_writes_on_when_its_terminal_has_gone(signal: str) -> None:
         process.wait(LIMIT)
         os.close(end)
         os.close(told)
+
+
+_BROKEN = """
+import sys
+from lockstep.job import terminal
+sys.stdin.readline()  # until the reader has gone
+print("buffered")
+terminal.outlive()
+first = sys.stdout
+print("later", flush=True)
+terminal.outlive()
+sys.exit(sys.stdout is not first)
+"""
+
+
+def test_a_program_that_has_lost_its_reader_before_it_is_to_outlive_it() -> None:
+    """And that is to outlive it once more, which changes nothing."""
+    command = [sys.executable, "-c", _BROKEN]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("stream", [io.TextIOWrapper(io.BytesIO()), io.StringIO(), None])
+def test_a_stream_of_the_programs_own_stays(stream: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", stream)
+    terminal.outlive()
+    assert sys.stdout is stream
 
 
 _SHOWS = """

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.job import stop, wakeup
+from lockstep.job import stop, terminal, wakeup
 from lockstep.job.stop import Action, Requests
 from lockstep.job.wakeup import Wakeup
 from tests.launching import LIMIT
@@ -138,6 +138,24 @@ def test_what_ends_a_lost_session_is_one_request_without_a_launcher_too(
         assert ended == [], "the last one at most"
         os.kill(os.getpid(), signum)
     assert (requests.stop, ended) == (by, [signums[-1]] if is_second else [])
+    requests.close()
+
+
+@pytest.mark.parametrize("heard", ["by the thread", "by the handler"])
+def test_a_terminal_that_has_gone_is_let_go_of_as_soon_as_sighup_is_heard(
+    monkeypatch: pytest.MonkeyPatch, heard: str
+) -> None:
+    let_go: list[str] = []
+    monkeypatch.setattr(terminal, "let_go", lambda: let_go.append("the terminal"))
+    requests = Requests()
+    requests.listen()
+    if heard == "by the thread":
+        requests.noticed(signal.SIGTERM)
+        assert let_go == []
+        requests.noticed(signal.SIGHUP)
+    else:
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert let_go == ["the terminal"]
     requests.close()
 
 

@@ -285,6 +285,7 @@ class Requests:
         """Take signals as requests from now on. Does nothing outside the main thread, which alone can set handlers."""
         if self._before or threading.current_thread() is not threading.main_thread():
             return
+        terminal.outlive()  # a line may find out that it has gone before SIGHUP comes: Note [A dead terminal]
         self._noticed.clear()
         self._called.clear()
         for signum in (*_STOP, _SAVE):
@@ -314,6 +315,8 @@ class Requests:
             self._noticed.add(signum)
             self.save = True
             return
+        if signum == signal.SIGHUP:
+            terminal.let_go()
         if self.stop is None:
             self._noticed.add(signum)
             self._asks_to_leave(signal.Signals(signum))

@@ -6,7 +6,8 @@ Note [A dead terminal]
 When a terminal goes, the kernel sends SIGHUP to the leader of its session, which passes it on or not, and every write
 to it fails from then on (EIO). So a rank may find out by a line that it prints, before it gets the signal by which it
 is to save and leave. Output that can't be read any more is not a reason to fail: a descriptor of a terminal that is
-gone leads to /dev/null from the moment at which that is noticed.
+gone leads to /dev/null from the moment at which that is noticed. (So it is for a rank of lockstep's launcher from its
+start, and for one that python or another launcher has started from when it takes SIGHUP for a request.)
 
 So does a pipe without a reader (``| head``, a pager that was closed). Under ``python`` a write to it raises
 BrokenPipeError. That ends a program whose output is its result; it would end a training for the sake of a viewer.
@@ -139,19 +140,12 @@ class _Forgiving(io.FileIO):
                 time.sleep(_PAUSE)
         try:
             written = self._write(data)
-            _note(self.fileno(), data)
-            return written
-        except BrokenPipeError:
-            _lead_to_nowhere([self.fileno()])
         except OSError as error:
-            if error.errno in _FULL and self._rank is not None and _is_file(self.fileno()):
-                notes.tell(notes.UNWRITTEN, rank=self._rank, why=describe(error))
-                _lead_to_nowhere([fd for fd in (1, 2) if _is_file(fd)])
-            elif error.errno == errno.EIO:
-                let_go()  # it does nothing if a signal's handler has done so in between
-            else:
+            if not _has_gone(self.fileno(), error, rank=self._rank):
                 raise
-        return super().write(data)
+            return super().write(data)
+        _note(self.fileno(), data)
+        return written
 
     def _write(self, data: Any) -> int:
         """Write a part of ``data`` at least, also where that does not wait for room by itself."""
@@ -164,6 +158,27 @@ class _Forgiving(io.FileIO):
             poll.register(self.fileno(), select.POLLOUT)
             poll.poll(1000 * (limit - now))
         return written
+
+
+def _has_gone(fd: int, error: OSError, *, rank: int | None) -> bool:
+    """Return whether an error of a write says that what a standard stream leads to is gone, or can't grow. Then it
+    leads to /dev/null from now on.
+
+    Args:
+        fd: 1 or 2.
+        error: of the write.
+        rank: as for :func:`outlive`.
+    """
+    if isinstance(error, BrokenPipeError):
+        _lead_to_nowhere([fd])
+    elif error.errno in _FULL and rank is not None and _is_file(fd):
+        notes.tell(notes.UNWRITTEN, rank=rank, why=describe(error))
+        _lead_to_nowhere([fd for fd in (1, 2) if _is_file(fd)])
+    elif error.errno == errno.EIO:
+        let_go()  # it does nothing if a signal's handler has done so in between
+    else:
+        return False
+    return True
 
 
 def forgiving(fd: int, *, errors: str) -> io.TextIOWrapper:
@@ -179,18 +194,22 @@ def forgiving(fd: int, *, errors: str) -> io.TextIOWrapper:
 
 
 def outlive(*, rank: int | None = None) -> None:
-    """Let standard output and error outlive their reader, where that is a terminal or a pipe's other end.
+    """Let standard output and error outlive their reader, where that is a terminal or a pipe's other end. Does nothing
+    the second time, and to streams that the program has put in their place.
 
     Args:
         rank: the rank that this process is, if a file there is its log, which it outlives as well; None: it is not.
     """
     for name, fd in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != fd:
+        if not _is_pythons_own(stream, fd) or not (_may_go(fd) or (rank is not None and _is_file(fd))):
             continue
-        if not (_may_go(fd) or (rank is not None and _is_file(fd))):
-            continue
-        stream.flush()
+        try:
+            stream.flush()
+        except OSError as error:
+            if not _has_gone(fd, error, rank=rank):
+                raise
+            stream.flush()
         raw = _Forgiving(fd, rank=rank)
         raw.name = stream.buffer.raw.name if isinstance(stream.buffer, io.BufferedWriter) else stream.name
         forgiving = io.TextIOWrapper(
@@ -203,6 +222,16 @@ def outlive(*, rank: int | None = None) -> None:
         vars(forgiving)["mode"] = "w"  # as Python's own has it
         setattr(sys, name, forgiving)
         setattr(sys, f"__{name}__", forgiving)
+
+
+def _is_pythons_own(stream: Any, fd: int) -> bool:
+    """Return whether a standard stream is the one to ``fd`` that Python has made."""
+    if type(stream) is not io.TextIOWrapper or stream.closed:
+        return False
+    try:
+        return stream.fileno() == fd and not isinstance(getattr(stream.buffer, "raw", None), _Forgiving)
+    except OSError:  # it is in memory
+        return False
 
 
 def _is_file(fd: int) -> bool:

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from lockstep.job.files import EXIT_SAVED
 from lockstep.launch.ports import free_port
 from tests.faults import jobs
 from tests.harness import collect_outcomes
-from tests.launching import Finished, Running, environment, gone_within, python_path, run, start, wait_for
+from tests.launching import LIMIT, Finished, Running, environment, gone_within, python_path, run, start, wait_for
 
 #: Options of a training that comes to no second step, and times by which its ranks do not save from the side either.
 _STUCK, _NOT_ASIDE = ("--slow", "1000"), "aside=1000"
@@ -296,6 +298,34 @@ def test_a_launcher_on_its_way_out_has_no_use_for_sigusr1(tmp_path: Path) -> Non
     late = "import atexit, os, signal\natexit.register(os.kill, os.getpid(), signal.SIGUSR1)\n"
     done = run(["lockstep", "run", "-n", "1", "train.py"], tmp_path, before=late)
     assert done.code == 0, done
+
+
+_SENDS_LATE = """
+import os, signal, sys
+import torch, lockstep
+from torch import nn
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), signum=signal.SIGUSR1):
+        kill(pid, signum)  # when Python has reset the handlers
+
+lockstep.init()
+model = nn.Linear(2, 1)
+saved = lockstep.Checkpointer("run", model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+saved.restore()
+saved.between_steps()
+assert signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN)
+sys.late = Late()
+"""
+
+
+@pytest.mark.parametrize("launcher", [["-m", "lockstep", "run", "-n", "1"], []])
+def test_a_rank_whose_loop_has_no_known_end_dies_of_no_late_sigusr1(tmp_path: Path, launcher: list[str]) -> None:
+    """Which was sent a moment earlier, when it still was a request to save. Ranks of the warm process end otherwise."""
+    (tmp_path / "train.py").write_text(_SENDS_LATE)
+    argv, env = [sys.executable, *launcher, "train.py"], environment(tmp_path, torch=True)
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, timeout=LIMIT, check=False)
+    assert done.returncode == 0, done
 
 
 def _asked_under_another_launcher(folder: str) -> None:

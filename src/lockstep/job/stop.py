@@ -27,6 +27,7 @@ agreements] in ``step/local_training.py``.
 from __future__ import annotations
 
 import _thread
+import atexit
 import enum
 import os
 import signal
@@ -299,6 +300,8 @@ class Requests:
                 signal.signal(signum, self._on_signal)
         # Not documented, but what multiprocessing's own modules and torch use to act in a forked worker.
         util.register_after_fork(self, _spare_daemons)
+        atexit.unregister(_ignore_saves)
+        atexit.register(_ignore_saves)
         self._tell_launcher()
 
     def noticed(self, signum: int) -> None:
@@ -403,6 +406,13 @@ def _owner(signum: int) -> Requests | None:
     """Return those who take a signal for a request to this process; None: nobody does."""
     owner = getattr(signal.getsignal(signum), "__self__", None)
     return owner if isinstance(owner, Requests) else None
+
+
+def _ignore_saves() -> None:
+    """Ignore SIGUSR1 where it is still a request as the program ends: Python resets all handlers next, and one that
+    was sent a moment earlier must not end a process that has done its work."""
+    if _owner(_SAVE) is not None:
+        signal.signal(_SAVE, signal.SIG_IGN)
 
 
 def _as_by_default(signum: int, frame: FrameType | None) -> None:

@@ -19,8 +19,10 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep import knobs
+from lockstep._proc import descendants
 from lockstep.launch.returned import Returned, send
-from tests.launching import LIMIT, gone_within, wait_for
+from tests import warm
+from tests.launching import LIMIT, environment, gone_within, killed_afterwards, wait_for
 from tests.ranks import functions
 
 
@@ -388,8 +390,6 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_ranks_do_not_outlive_their_caller(tmp_path: Path, signum: signal.Signals) -> None:
-    from lockstep._proc import descendants
-
     with _program(tmp_path, _ENDLESS) as process:
         wait_for(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)), "the ranks")
         everyone = descendants(process.pid)
@@ -402,6 +402,116 @@ def test_ranks_do_not_outlive_their_caller(tmp_path: Path, signum: signal.Signal
         _, err = process.communicate(timeout=LIMIT)
     if signum == signal.SIGINT:
         assert err.count("KeyboardInterrupt") == 1  # the caller's own
+
+
+_SAVES = """
+import functools, os, signal, sys, time
+import torch, lockstep
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from lockstep.launch import called
+
+called.JobSpec = functools.partial(called.JobSpec, grace=1000.0)  # no machine is too slow
+
+def work(rank):
+    world = lockstep.init()
+    model = lockstep.replicate(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = lockstep.shard(DataLoader(TensorDataset(torch.ones(64, 4)), batch_size=4))
+    saved = lockstep.Checkpointer("run", model=model, optimizer=optimizer, loader=loader)
+    for epoch in saved.epochs(10**6):
+        for (batch,) in loader:
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+            if saved.step == 5:
+                open(f"trains-{rank}", "w").close()
+
+def leave(signum, frame):
+    sys.exit(3)
+
+if __name__ == "__main__":
+    if sys.argv[1] == "handles":
+        signal.signal(signal.SIGTERM, leave)
+    if sys.argv[1] == "polls":
+        ranks = lockstep.spawn(work, nprocs=2, join=False)
+        while not ranks.join(0.01):
+            pass
+    if sys.argv[1] == "iterates":
+        list(lockstep.spawn(work, nprocs=2, join=False).results())
+    lockstep.spawn(work, nprocs=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "signum", "whom", "code"),
+    [
+        ("waits", signal.SIGTERM, "caller", -signal.SIGTERM),
+        ("waits", signal.SIGHUP, "group", -signal.SIGHUP),
+        ("iterates", signal.SIGINT, "group", -signal.SIGINT),
+        ("polls", signal.SIGINT, "caller", -signal.SIGINT),
+        ("handles", signal.SIGTERM, "caller", 3),
+        ("waits", signal.SIGKILL, "caller", -signal.SIGKILL),
+    ],
+)
+def test_ranks_save_before_they_end_with_their_caller(
+    tmp_path: Path, how: str, signum: signal.Signals, whom: str, code: int
+) -> None:
+    """Which ends as it would have, once they have ended, if it can wait for that."""
+    (tmp_path / "main.py").write_text(_SAVES)
+    with warm.Process(["main.py", how], cwd=tmp_path, env=environment(tmp_path, torch=True)) as process:
+        wait_for(lambda: all((tmp_path / f"trains-{rank}").exists() for rank in range(2)), "the training")
+        everyone = descendants(process.pid)
+        with killed_afterwards(everyone):
+            (os.killpg if whom == "group" else os.kill)(process.pid, signum)
+            assert process.wait(LIMIT) == code
+            waits = signum != signal.SIGKILL
+            wait_for(lambda: gone_within(everyone, 0.0) == [], "the end of the ranks", 0.0 if waits else LIMIT)
+        _, err = process.communicate(timeout=LIMIT)
+    (saved,) = (tmp_path / "run").glob("step-*")
+    told = f"lockstep: stopped by {signum.name}; saved at step {int(saved.name[5:])} in {saved}"
+    assert (told in err.splitlines()) == (how != "handles" and waits), err
+    assert err.count("KeyboardInterrupt") == (signum == signal.SIGINT), err
+
+
+_STAYS = """
+import functools, signal, sys, time, lockstep
+from lockstep.launch import called
+
+called.JobSpec = functools.partial(called.JobSpec, grace=float(sys.argv[1]))
+
+def work(rank):
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: open(f"asked-{rank}", "w").close())
+    open(f"ready-{rank}", "w").close()
+    while True: time.sleep(0.05)
+
+if __name__ == "__main__":
+    lockstep.spawn(work, nprocs=2)
+"""
+
+
+@pytest.mark.parametrize("ends", ["a second signal", "the time", "the time, without the caller"])
+def test_ranks_that_do_not_end_when_their_caller_is_asked_to_are_killed(tmp_path: Path, ends: str) -> None:
+    grace = "1000" if ends == "a second signal" else "1"
+    (tmp_path / "main.py").write_text(_STAYS)
+    with warm.Process(["main.py", grace], cwd=tmp_path, env=environment(tmp_path)) as process:
+        wait_for(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)), "the ranks")
+        everyone = descendants(process.pid)
+        with killed_afterwards(everyone):
+            process.send_signal(signal.SIGKILL if ends.endswith("without the caller") else signal.SIGINT)
+            asked = [tmp_path / f"asked-{rank}" for rank in range(2)]
+            wait_for(lambda: all(map(Path.exists, asked)) or gone_within(everyone, 0.0) == [], "the request")
+            assert all(map(Path.exists, asked))
+            while ends == "a second signal" and process.poll() is None:
+                time.sleep(0.3)  # two that come within a quarter of a second are one
+                process.send_signal(signal.SIGINT)
+            wait_for(lambda: gone_within(everyone, 0.0) == [], "the end of the ranks")
+        _, err = process.communicate(timeout=LIMIT)
+    if ends == "a second signal":
+        assert "stopped by SIGINT; a second signal killed ranks 0 and 1 at once" in err
+    elif ends == "the time":
+        assert "stopped by SIGINT; ranks 0 and 1 did not leave in time (--grace) and were killed" in err
 
 
 _LEAVES = """

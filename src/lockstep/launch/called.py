@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from lockstep import knobs
 from lockstep.errors import EnvironmentMismatch, LaunchError, RankFailed
 from lockstep.job.files import EXIT_SAVED
 from lockstep.launch import report
+from lockstep.launch.asked import AskedMeanwhile
 from lockstep.launch.channel import Broken
 from lockstep.launch.console import say
 from lockstep.launch.folders import JobFolder
@@ -21,6 +23,9 @@ from lockstep.launch.policy import failure_facts
 from lockstep.launch.ports import free_port
 from lockstep.launch.spec import JobSpec, Program
 from lockstep.runs.record import Recorder, RunEnd
+
+#: Seconds that the zygote has to end what ranks have left, after the time that they had to save.
+_ENDING = 10.0
 
 
 class CalledRanks:
@@ -53,6 +58,9 @@ class CalledRanks:
         except BaseException:
             self._folder.remove()
             raise
+        #: The signals that ask this program to end, where its owner has them noted: the ranks are asked first.
+        self.asked = AskedMeanwhile()
+        self.launcher.selector.register(self.asked, selectors.EVENT_READ)
 
     @property
     def folder(self) -> Path:
@@ -62,6 +70,10 @@ class CalledRanks:
     def fork(self, rank: int, packed: PackedCall) -> None:
         """Start a rank, which makes the packed call."""
         self.launcher.zygote.fork(self.launcher.attempt.fork(rank, packed.job), packed.descriptors())
+
+    def let_save(self) -> None:
+        """Let the ranks save, if they can, should this program be gone before them."""
+        self.launcher.zygote.let_save(self.launcher.policy.grace)
 
     def turn(self, *moments: float | None) -> set[object]:
         """Wait for a message of the zygote, or for the time to act, and act on it.
@@ -74,6 +86,8 @@ class CalledRanks:
         """
         launcher = self.launcher
         ready = launcher.wait(*moments)
+        for signum in self.asked.read():  # first: they explain the deaths that come with them
+            self._ask_to_stop(signum)
         for answer in launcher.hear(ready):
             if isinstance(answer, Broken) and self.error is None:
                 self.error = LaunchError(report.not_started(answer.error))
@@ -84,16 +98,30 @@ class CalledRanks:
             self.close()
         return ready
 
+    def _ask_to_stop(self, signum: signal.Signals) -> None:
+        """Pass on to the ranks that this program is asked to end: they save if they can, and have some seconds for
+        that. A second request ends them at once."""
+        launcher, policy = self.launcher, self.launcher.policy
+        has_saved = launcher.attempt.stop_note() is not None
+        if policy.stopped_by is None and launcher.attempt.listening and (has_saved or not policy.stopping):
+            say(report.asked(signum, grace=policy.grace, has_saved=has_saved))
+        launcher.apply(policy.signalled(signum, delivered=False, now=time.monotonic()))
+        if all(state.pid is None for state in policy.states.values()):
+            launcher.zygote.kill()  # it may be busy importing for a while
+
     def conclude(self) -> None:
         """Find out how the ranks have ended, print the messages about that, and close."""
         attempt = self.launcher.attempt
         outcome = attempt.outcome()
-        first = outcome.first
+        first, policy = outcome.first, self.launcher.policy
+        asked = policy.stopped_by
         if outcome.saved:
-            code, end, text = EXIT_SAVED, RunEnd.SAVED, report.stopped(outcome, None)
+            code, end, text = EXIT_SAVED, RunEnd.SAVED, report.stopped(outcome, asked)
         elif outcome.quit_by is not None:
             code, end, text = 128 + signal.SIGINT, RunEnd.STOPPED, outcome.quit
             self.error = RankFailed(text, rank=outcome.quit_by[0], exit_code=code)
+        elif asked is not None and not policy.failing:
+            first, code, end, text = None, 128 + asked, RunEnd.STOPPED, report.stopped(outcome, asked)
         elif first is not None:
             code, end, text = first.exit_code, RunEnd.FAILED, report.describe(outcome)
             step, taken = attempt.steps(first.rank)
@@ -104,22 +132,30 @@ class CalledRanks:
         if first is not None and self.error is None:
             traceback = None if first.record is None else first.record.traceback or None
             self.error = RankFailed(text, rank=first.rank, exit_code=code, traceback=traceback)
+        if asked is not None and outcome.quit_by is None:
+            say(text)  # since the signal has its effect next, whatever the error
         for said in self.launcher.conclude(code, end=end, word=text if outcome.saved else ""):
             say(said)
         self.close()
 
-    def close(self) -> None:
+    def close(self, *, saves: bool = False) -> None:
         """End what is left and release everything. A second call does nothing.
 
         Not by a kill of the zygote: ranks may run, and only the zygote ends what they have started.
+
+        Args:
+            saves: the ranks are to save first, if they can; they have the time that ``LetSave`` gives them.
         """
         if self.closed:
             return
         self.closed = True
         launcher = self.launcher
-        if launcher.policy.alive:
+        if saves:
+            launcher.zygote.close(limit=launcher.policy.grace + _ENDING)
+        elif launcher.policy.alive:
             launcher.zygote.signal(launcher.policy.alive, signal.SIGKILL)
         launcher.close()
+        self.asked.close()
         self._logs.close()
         self._folder.remove()
 

@@ -47,6 +47,14 @@ class Signal:
 
 
 @dataclass(frozen=True)
+class LetSave:
+    """Should the launcher be gone before the ranks, ask them to stop, and give them time to save before they end."""
+
+    #: The seconds that they have.
+    grace: float
+
+
+@dataclass(frozen=True)
 class Clear:
     """End what is left below the zygote, except the processes in ``spare``; the answer is :class:`Cleared`."""
 
@@ -97,7 +105,7 @@ class Cleared:
     """Nothing of the job is left below the zygote."""
 
 
-Request = Fork | Signal | Clear | Finish
+Request = Fork | Signal | LetSave | Clear | Finish
 Answer = Ready | Broken | Started | Exited | Cleared
 
 # The launcher's end ---------------------------------------------------------------------------------------------------
@@ -204,6 +212,10 @@ class ZygoteHandle:
     def signal(self, ranks: Iterable[int], signum: int) -> None:
         """Have a signal sent to ranks; those that ended meanwhile are left out."""
         self._send(Signal(list(ranks), int(signum)))
+
+    def let_save(self, grace: float) -> None:
+        """Have ranks that are still there when this process is gone asked to stop; they end ``grace`` seconds later."""
+        self._send(LetSave(grace))
 
     def receive(self) -> list[Answer]:
         """Wait for answers. Raises EOFError if the zygote is gone."""

@@ -8,7 +8,8 @@ the user's: of a shell that has become the launcher (``exec``), or a reader of i
 
 If one of them dies:
 
-- The launcher dies: the zygote sees the control socket close, ends everything below itself, and leaves.
+- The launcher dies: the zygote sees the control socket close, ends everything below itself, and leaves. (Ranks of
+  ``lockstep.spawn`` have some seconds to save.)
 - The zygote dies: its ranks die by the parent-death signal, the rest becomes the launcher's, which ends it.
 - Both die at once: the ranks die with the zygote, and workers that a rank's main thread forked die with the rank.
 

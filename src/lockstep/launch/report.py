@@ -107,6 +107,25 @@ def cause(signum: signal.Signals) -> str:
     return "the end of --max-time" if signum == TIME_LIMIT else signum.name
 
 
+def asked(signum: signal.Signals, *, grace: float, option: str = "", has_saved: bool) -> str:
+    """Say that ranks which were asked to stop take a moment for it.
+
+    Args:
+        signum: what asks them.
+        grace: the seconds that they have.
+        option: the option that says how many; empty: there is none.
+        has_saved: whether they have saved, and are on their way out.
+    """
+    what = {
+        signal.SIGINT: "Ctrl-C",
+        signal.SIGHUP: "SIGHUP (the terminal was closed)",
+        TIME_LIMIT: f"--max-time is over in {grace:g} s",
+    }.get(signum, signum.name)
+    does = "have saved, and leave" if has_saved else "finish a step, save and leave"
+    again = "" if signum in (signal.SIGHUP, TIME_LIMIT) else "; a second one stops them at once"
+    return f"{what}: the ranks {does} (within {option or f'{grace:g} s'}){again}"
+
+
 def stopped(outcome: Outcome, signum: signal.Signals | None) -> str:
     """Say how a job ended that was asked to stop: where it continues, if it has saved, and which ranks left in another
     way.

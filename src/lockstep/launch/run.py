@@ -789,18 +789,13 @@ class _Run:
         policy, attempt = self._launcher.policy, self._launcher.attempt
         if policy.stopped_by is not None or not attempt.listening or signum == signal.SIGQUIT:
             return
-        what = {
-            signal.SIGINT: "Ctrl-C",
-            signal.SIGHUP: "SIGHUP (the terminal was closed)",
-            TIME_LIMIT: f"--max-time is over in {self._spec.grace:g} s",
-        }.get(signum, signum.name)
-        again = "" if signum in (signal.SIGHUP, TIME_LIMIT) else "; a second one stops them at once"
-        if attempt.stop_note() is not None:
-            say(f"{what}: the ranks have saved, and leave (within --grace){again}")
+        has_saved = attempt.stop_note() is not None
+        text = report.asked(signum, grace=self._spec.grace, option="--grace", has_saved=has_saved)
+        if has_saved:
+            say(text)
         elif not policy.stopping:
             self._asked_listeners = True
             self._look_for_steps(time.monotonic())
-            text = f"{what}: the ranks finish a step, save and leave (within --grace){again}"
             say(text, once=text)
 
     def _look_for_steps(self, now: float) -> None:

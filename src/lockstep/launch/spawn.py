@@ -77,8 +77,8 @@ def spawn(
         args: arguments after the rank; anything that multiprocessing can send. CPU tensors arrive in shared memory.
         nprocs: the number of ranks.
         join: wait for all of them. Otherwise return at once.
-        daemon: what happens to ranks that were not joined when this process ends: True: they are ended, False: they
-            are waited for. (Unlike multiprocessing's daemons, they may have children in any case.)
+        daemon: what happens to ranks that were not joined when this process ends: True: they are ended, as by SIGTERM,
+            False: they are waited for. (Unlike multiprocessing's daemons, they may have children in any case.)
         start_method: ``"spawn"``; there is no other.
 
     Returns:
@@ -127,6 +127,7 @@ class SpawnContext:
         self._by_value = _is_typed(fn, preparation)
         self._ranks = CalledRanks(["lockstep.spawn", self._name], nprocs, lends=True)
         try:
+            self._ranks.let_save()
             self._fork(preparation, fn, args)
         except BaseException:
             self._ranks.close()
@@ -137,6 +138,10 @@ class SpawnContext:
     def join(self, timeout: float | None = None) -> bool:
         """Wait for all ranks, and say on standard error which rank holds up the others, if one does.
 
+        Ctrl-C, SIGTERM and SIGHUP, unless the program handles or ignores them itself, ask the ranks to stop, as under
+        ``lockstep run``: those that train with a Checkpointer save. Once they have ended, within ten seconds, the
+        signal has its usual effect here. A second Ctrl-C or SIGTERM ends the ranks at once.
+
         Args:
             timeout: seconds to wait at most; None: until all have ended.
 
@@ -146,9 +151,12 @@ class SpawnContext:
         Raises:
             RankFailed: a rank failed; the others were stopped.
             LaunchError: the process that forks the ranks died.
+            KeyboardInterrupt: Ctrl-C; the ranks have ended.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._ranks.closed:
+            if self._ranks.asked.first is not None:
+                deadline = None  # all ranks end soon
             if deadline is not None and time.monotonic() >= deadline and not self._policy.done:
                 return False
             self._advance(deadline)
@@ -193,9 +201,12 @@ class SpawnContext:
                 self._ranks.fork(rank, packed)
 
     def _raise(self) -> None:
-        """Raise the error with which the ranks have ended, if there is one."""
-        if self._ranks.error is not None:
+        """Raise the error with which the ranks have ended, if there is one; but first do what a signal has asked for
+        meanwhile."""
+        if self._ranks.error is not None or self._ranks.asked.first is not None:
             self._drop()
+        self._ranks.asked.pass_on()
+        if self._ranks.error is not None:
             raise self._ranks.error
 
     def _drop(self) -> None:
@@ -216,12 +227,13 @@ class SpawnContext:
     def _advance(self, deadline: float | None) -> None:
         """Act on what happens next, up to the deadline; once all ranks have ended, close."""
         try:
-            if self._policy.done:
-                self._ranks.conclude()
-            else:
-                self._ranks.turn(deadline)
-        except BaseException:  # mostly KeyboardInterrupt, after which nobody waits for the ranks
-            self._ranks.close()
+            with self._ranks.asked.noted():
+                if self._policy.done:
+                    self._ranks.conclude()
+                else:
+                    self._ranks.turn(deadline)
+        except BaseException:  # mostly of a signal's handler that is the program's own; nobody waits for the ranks now
+            self._ranks.close(saves=True)
             self._drop()
             raise
         finally:
@@ -236,7 +248,7 @@ class SpawnContext:
         if self._ranks.closed:
             return
         if self._daemon:
-            self._ranks.close()
+            self._ranks.close(saves=True)
             return
         try:
             self.join()

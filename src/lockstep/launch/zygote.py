@@ -37,6 +37,7 @@ from lockstep.launch.channel import (
     Exited,
     Finish,
     Fork,
+    LetSave,
     Ready,
     Request,
     Signal,
@@ -88,6 +89,8 @@ class _Zygote:
         self._folder = folder
         self._shielded = shielded
         self._ranks: dict[int, int] = {}  # pid -> rank
+        #: Seconds that ranks have to save should the launcher be gone.
+        self._grace = 0.0
         #: The processes that have ended since the last sweep.
         self._ended: set[int] = set()
         #: True once there was no process for a rank.
@@ -136,6 +139,8 @@ class _Zygote:
                     for fd in fds:
                         os.close(fd)
                 return task
+            case LetSave(grace):
+                self._grace = grace
             case Clear(spare):
                 dead = self._sweep(spare)
                 self._ranks = {pid: self._ranks[pid] for pid in set(spare) - dead if pid in self._ranks}
@@ -203,12 +208,14 @@ class _Zygote:
                 os.close(fd)
 
     def _report_deaths(self) -> None:
-        at = time.monotonic()
-        for dead in processes.reap():
-            self._ended.add(dead.pid)
-            number = self._ranks.pop(dead.pid, None)
-            if number is not None:  # else it was somebody's orphan
-                self._channel.send(Exited(number, dead.code, at, dead.peak))
+        for exited in self._reap():
+            self._channel.send(exited)
+
+    def _reap(self) -> list[Exited]:
+        """Collect the children that have ended, and return those that were ranks; others were somebody's orphans."""
+        at, dead = time.monotonic(), processes.reap()
+        self._ended.update(one.pid for one in dead)
+        return [Exited(self._ranks.pop(one.pid), one.code, at, one.peak) for one in dead if one.pid in self._ranks]
 
     def _sweep(self, spare: Iterable[int] = ()) -> set[int]:
         """End and reap what the ranks have left running; return the processes reaped.
@@ -225,8 +232,24 @@ class _Zygote:
 
     def _end_abandoned_job(self) -> None:
         """End what is left, since the launcher is gone and nobody waits for the ranks. See Note [No orphans]."""
-        for pid in self._ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        if self._grace:
+            self._end_ranks(signal.SIGTERM)
+            self._await_ranks(self._grace)
+        self._end_ranks(signal.SIGKILL)
         self._sweep()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _end_ranks(self, signum: signal.Signals) -> None:
+        for pid in self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+    def _await_ranks(self, seconds: float) -> None:
+        """Wait until all ranks have ended, for so long at most."""
+        limit = time.monotonic() + seconds
+        for ended in (self._channel, self._launcher):
+            self._selector.unregister(ended)
+        while self._ranks and (left := limit - time.monotonic()) > 0:
+            self._selector.select(left)
+            self._deaths.read()
+            self._reap()

@@ -435,8 +435,15 @@ if __name__ == "__main__":
         signal.signal(signal.SIGTERM, leave)
     if sys.argv[1] == "polls":
         ranks = lockstep.spawn(work, nprocs=2, join=False)
-        while not ranks.join(0.01):
-            pass
+        try:
+            while not ranks.join(0.01):
+                pass
+        except KeyboardInterrupt:
+            try:
+                sys.exit(f"all is well: {ranks.join()}")
+            except lockstep.RankFailed as error:
+                assert (error.rank, error.exit_code) == (0, 75)
+            raise
     if sys.argv[1] == "iterates":
         list(lockstep.spawn(work, nprocs=2, join=False).results())
     lockstep.spawn(work, nprocs=2)

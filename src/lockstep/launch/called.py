@@ -134,6 +134,8 @@ class CalledRanks:
             self.error = RankFailed(text, rank=first.rank, exit_code=code, traceback=traceback)
         if asked is not None and outcome.quit_by is None:
             say(text)  # since the signal has its effect next, whatever the error
+            # It has none on the first process of a container; and who waits again is to hear the same.
+            self.error = self.error or RankFailed(text, rank=attempt.round.local_ranks[0], exit_code=code)
         for said in self.launcher.conclude(code, end=end, word=text if outcome.saved else ""):
             say(said)
         self.close()

@@ -52,7 +52,7 @@ def test_killed_ranks_come_back_and_finish(tmp_path: Path) -> None:
     for number in (1, 2):
         assert f"restart {number} of 2: all ranks start again" in done.err.splitlines()
         assert (tmp_path / "logs" / f"restart-{number}" / "rank1.log").exists()
-    assert f"rank 1's log: {tmp_path / 'logs'}/restart-1/rank1.log".replace(f"{tmp_path}/", "") in done.err
+    assert f"rank 1's log: {tmp_path / 'logs'}/restart-1/rank1.log" in done.err
 
 
 def test_restarts_are_used_up(tmp_path: Path) -> None:
@@ -104,7 +104,8 @@ def test_a_restart_whose_logs_can_not_be_written_is_told_after_the_failure(tmp_p
 """
     done = _run(tmp_path, trouble, "--max-restarts", "1", "--log-dir", "logs")
     assert done.code == 128 + signal.SIGKILL, done
-    assert "lockstep: not restarted: the ranks' logs can't be written to logs: File exists; name another" in done.err
+    text = f"lockstep: not restarted: the ranks' logs can't be written to {tmp_path}/logs: File exists; name another"
+    assert text in done.err
 
 
 @pytest.mark.parametrize("room", [2, 3])

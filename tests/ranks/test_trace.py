@@ -29,8 +29,9 @@ def _run(folder: Path, *words: str, ranks: int = 2, trace: str = "6:3", **env: s
 
 @pytest.mark.parametrize(("backend", "ranks"), [("shm", 2), ("shm", 3), ("gloo", 2), ("gloo", 3)])
 def test_arrows_lead_from_the_slow_rank_to_those_that_wait(tmp_path: Path, backend: str, ranks: int) -> None:
-    # 150 ms late in each step: far longer than the others are ever kept from a processor, on any machine.
-    done = _run(tmp_path, str(_SCRIPT), "forward", "5", "0.5", "10", ranks=ranks, LOCKSTEP_BACKEND=backend)
+    # 450 ms late in each step: far longer than the others are ever kept from a processor, on any machine.
+    command = [str(_SCRIPT), "forward", "5", "0.5", "10"]
+    done = _run(tmp_path, *command, ranks=ranks, LOCKSTEP_BACKEND=backend, STRAGGLERS_WORK="0.03")
     assert done.code == 0, done
     assert f"the trace of steps 3 to 8 on {ranks} ranks is in {tmp_path}/logs/trace.json.gz" in done.err
     path = tmp_path / "logs/trace.json.gz"
@@ -51,7 +52,7 @@ def test_arrows_lead_from_the_slow_rank_to_those_that_wait(tmp_path: Path, backe
     forward = {
         rank: sum(each["dur"] for each in trace.of("phase", rank) if each["name"] == "forward") for rank in (0, 1)
     }
-    assert forward[1] - forward[0] == pytest.approx(6 * 150e3, rel=0.5), "five times three times 10 ms, in six steps"
+    assert forward[1] - forward[0] == pytest.approx(6 * 450e3, rel=0.5), "five times three times 30 ms, in six steps"
 
 
 @pytest.mark.timed

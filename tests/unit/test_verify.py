@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -404,7 +405,9 @@ def test_the_report_says_verdict_parameter_size_and_reason(tmp_path: Path, monke
     assert "\n  next:   " in text
     assert max(map(len, text.splitlines())) <= 120
     monkeypatch.setattr(runs, "verify", lambda *_: result)
+    handlers = [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)]
     done = CliRunner().invoke(main, ["verify", "--json", "-", "train.py"])
+    assert [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)] == handlers
     assert done.exit_code == 1
     found = holds(done.stdout, "lockstep.verify/1")
     assert (found["verdict"], found["code"]) == ("different", "different")

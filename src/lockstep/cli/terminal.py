@@ -107,9 +107,18 @@ def errors(*kinds: type[Exception], in_lines: bool = False) -> Iterator[None]:
 
 
 def exit_on(*signals: signal.Signals) -> None:
-    """Let each of ``signals`` end the command by SystemExit, so that what is under way ends and is put back."""
-    for signum in signals:
-        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup
+    """Let each of ``signals`` end the command by SystemExit, so that what is under way ends and is put back. When the
+    command has ended they do again what they did."""
+    before = {signum: signal.getsignal(signum) for signum in signals}
+
+    def give_back() -> None:
+        for signum, handler in before.items():
+            if signal.getsignal(signum) == _leave:
+                signal.signal(signum, handler)
+
+    click.get_current_context().call_on_close(give_back)
+    for signum, handler in before.items():
+        if handler != signal.SIG_IGN:  # nohup
             signal.signal(signum, _leave)
 
 

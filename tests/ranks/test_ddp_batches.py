@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import re
 import threading
 from collections.abc import Iterator
@@ -304,3 +306,74 @@ def _rightly_so() -> None:
 @OVER_BOTH
 def test_loops_that_rightly_differ_are_left_alone() -> None:
     run_ranks(_rightly_so, 2)
+
+
+def _of_several_loaders() -> None:
+    w = lockstep.init(timeout=20)
+    chance = random.Random(w.rank)
+
+    def augmented(inputs: Tensor) -> Tensor:
+        """As a random flip gives it back: the same tensor, or another, as each rank draws."""
+        return inputs if chance.random() < 0.5 else inputs.flip(1)
+
+    # Beside a loader whose batches are kept after its end; and of one that was kept, with random augmentation.
+    model = lockstep.replicate(mlp())
+    for (inputs,), (more,) in zip(_loader(40), itertools.cycle(_loader(12)), strict=False):
+        _train(model, torch.cat([inputs, more]))
+    kept = itertools.cycle(_loader(12))
+    for _ in range(12):
+        _train(model, augmented(next(kept)[0]))
+
+    # One batch ahead, with random augmentation, over several epochs; and one batch over and over again.
+    for _ in range(2):
+        batches = iter(_loader())
+        following = next(batches, None)
+        while following is not None:
+            (inputs,), following = following, next(batches, None)
+            _train(model, augmented(inputs))
+    (inputs,) = next(iter(_loader()))
+    for _ in range(6):
+        _train(model, augmented(inputs))
+
+    # A batch that one rank keeps for a picture.
+    picture = None
+    for _ in range(2):
+        for number, (inputs,) in enumerate(_loader()):
+            picture = inputs if w.rank == 0 and number == 2 else picture
+            _train(model, inputs)
+    for _ in range(3):
+        _train(model, torch.ones(2, 5, dtype=torch.float64))
+    del picture
+
+    # A teacher without gradients on a loader that is begun anew; adversaries; a loader in every other step; a break.
+    unlabelled = _loader(48)
+    others = iter(unlabelled)
+    for _ in range(3):
+        for (inputs,) in _loader(20):
+            pair = next(others, None)
+            if pair is None:
+                others = iter(unlabelled)
+                pair = next(others)
+            with torch.no_grad():
+                taught = model(pair[0])
+            model.zero_grad()
+            differentiate(model(inputs).square().mean() + (model(pair[0]) - taught).square().mean())
+    critic = lockstep.replicate(mlp())
+    for (inputs,), (noise,) in zip(_loader(), _loader(), strict=True):
+        critic.zero_grad()
+        differentiate(critic(inputs).mean() - critic(noise).mean())
+        _train(model, noise)
+    others = iter(_loader(48))
+    for number, (inputs,) in enumerate(_loader(48)):
+        _train(model, torch.cat([inputs, next(others)[0]]) if number % 2 else inputs)
+    for number, ((inputs,), (more,)) in enumerate(zip(_loader(), _loader(), strict=True)):
+        if number == 3:
+            break
+        _train(model, inputs + more)
+    for (inputs,) in _loader():
+        _train(model, inputs)
+
+
+@OVER_BOTH
+def test_loops_over_several_loaders_and_kept_batches_are_left_alone() -> None:
+    run_ranks(_of_several_loaders, 2)

@@ -1,4 +1,4 @@
-"""The content of tensors, bit by bit: their bytes, whether two are the same, and one digest for many of them.
+"""The content of tensors: their bytes, whether two are the same, one digest for many of them, and which hold a value.
 
 Note [Two digests]
 ~~~~~~~~~~~~~~~~~~
@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 import torch
 import xxhash
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 #: The number of 4-byte words that are summed at once on a device; each has a factor in a table.
 GROUP = 4 * 2**20
@@ -100,6 +101,32 @@ def digest(found: Iterable[tuple[Tensor, int, int]], salt: int, device: torch.de
 def unsigned(digest: int | Tensor) -> int:
     """Return a digest as a number of 64 bits, wherever it was computed; waits for its device."""
     return int(digest) & _MASK
+
+
+def with_any(test: Callable[[Tensor], Tensor], tensors: Iterable[tuple[str, Tensor]]) -> frozenset[str]:
+    """Return the names of the tensors of which ``test`` finds some element, with one copy from each device.
+
+    Args:
+        test: returns for each element whether it is found, such as ``torch.isnan``.
+        tensors: with their names. Whole numbers are left out, and so are tensors without elements in memory (lazy ones,
+            those on "meta") and those that are not strided.
+    """
+    asked: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    for name, tensor in tensors:
+        if is_lazy(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+            continue
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            continue
+        real = tensor.detach()
+        if real.dtype.itemsize == 1:  # torch can't test all of these dtypes
+            real = real.half()
+        asked.setdefault(tensor.device, []).append((name, test(real).any()))
+    return frozenset(
+        name
+        for those in asked.values()
+        for (name, _), found in zip(those, torch.stack([one for _, one in those]).tolist(), strict=True)
+        if found
+    )
 
 
 def packed(sizes: Sequence[int]) -> list[list[int]]:

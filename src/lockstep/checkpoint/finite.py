@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
+from lockstep.bits import with_any
 from lockstep.text import listed
 
 #: Returns, by a tensor's name in its file, whether infinities are meant in tensors of its kind (only NaN counts there);
@@ -103,33 +103,12 @@ def is_statistic(buffer: str) -> bool:
 
 def infinite(tensors: Iterable[tuple[str, torch.Tensor]]) -> frozenset[str]:
     """Return the names of tensors that hold an infinity, with one copy from each device."""
-    return _with_any(torch.isinf, tensors)
+    return with_any(torch.isinf, tensors)
 
 
 def frozen_nan(tensors: Iterable[tuple[str, torch.Tensor]]) -> frozenset[str]:
     """Return the names of tensors that take no gradient and hold NaN, with one copy from each device."""
-    return _with_any(torch.isnan, ((name, tensor) for name, tensor in tensors if not tensor.requires_grad))
-
-
-def _with_any(
-    test: Callable[[torch.Tensor], torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]
-) -> frozenset[str]:
-    asked: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in tensors:
-        if nn.parameter.is_lazy(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
-            continue
-        if tensor.is_meta or tensor.layout is not torch.strided:  # a buffer that is not saved
-            continue
-        real = tensor.detach()
-        if real.dtype.itemsize == 1:  # torch can't test all of these dtypes
-            real = real.half()
-        asked.setdefault(tensor.device, []).append((name, test(real).any()))
-    return frozenset(
-        name
-        for those in asked.values()
-        for (name, _), found in zip(those, torch.stack([one for _, one in those]).tolist(), strict=True)
-        if found
-    )
+    return with_any(torch.isnan, ((name, tensor) for name, tensor in tensors if not tensor.requires_grad))
 
 
 def in_words(not_finite: Mapping[str, Any], *, most: int = 6) -> str:

@@ -107,8 +107,8 @@ def errors(*kinds: type[Exception], in_lines: bool = False) -> Iterator[None]:
 
 
 def exit_on(*signals: signal.Signals) -> None:
-    """Let each of ``signals`` end the command by SystemExit, so that what is under way ends and is put back. When the
-    command has ended they do again what they did."""
+    """Let each of ``signals`` end the command by SystemExit, so that what is under way ends and is put back. Afterwards
+    the signals have their earlier handlers again."""
     before = {signum: signal.getsignal(signum) for signum in signals}
 
     def give_back() -> None:

@@ -71,7 +71,8 @@ class GradientChecks:
         """Compare the parameters that ``module`` has now, record digests of them, and look at its buffers."""
         if flight.current.pages is not None and dist.get_rank() == 0:  # with a launcher, which keeps the record
             self._recorded = DigestedReplica(list(parameters_of(module)))
-        self._nan_buffers.turn_to(module)
+        if self._options.check_finite != "off":
+            self._nan_buffers.turn_to(module)
         if self.compares:
             if self.drift is None:
                 self.drift = DriftCheck(self._group, self._options.compared_within)

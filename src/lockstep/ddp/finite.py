@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 
 from lockstep import _torch, callsite
+from lockstep.bits import with_any
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.looks import total_of
 from lockstep.ddp.bucket import SMALL, Bucket
@@ -131,21 +131,9 @@ class NanBuffers:
 
     def _now(self) -> list[str]:
         module = None if self._module is None else self._module()
-        return [
-            name
-            for name, buffer in (() if module is None else buffers_of(module))
-            if _holds_numbers(buffer) and not is_finite(buffer) and bool(buffer.isnan().any())
-        ]
-
-
-def _holds_numbers(buffer: Tensor) -> bool:
-    return (
-        buffer.layout is torch.strided
-        and not buffer.is_meta
-        and not is_lazy(buffer)
-        and (buffer.is_floating_point() or buffer.is_complex())
-        and buffer.dtype.itemsize > 1  # torch can't add up the smallest dtypes
-    )
+        named = [] if module is None else [*buffers_of(module)]
+        found = with_any(torch.isnan, named)
+        return [name for name, _ in named if name in found]
 
 
 class FiniteCheck:

@@ -28,8 +28,8 @@ from torch.nn import Parameter
 from lockstep import _torch
 from lockstep.comm.exchange import all_gather_records
 
-#: The part of the time in which all gradients come by which a byte is to be sent earlier, on average, for a new layout
-#: to be worth it.
+#: A new layout is worth it if it sends a byte earlier, on average, by this fraction of the time in which all gradients
+#: come.
 _GAIN = 0.02
 
 

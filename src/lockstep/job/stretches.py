@@ -35,8 +35,8 @@ from lockstep.job.page import Phase
 _COSTS, _SURE, _SHORTEST = 0.1, 5.0, 6.0
 #: The extra work of a rank over the median rank, as a fraction of the start's time, below which it is not examined.
 _WORTH = 0.005
-#: The time between two moments with a pause, in times the middle one; the fraction of it in which one rank held up the
-#: others.
+#: Two moments this many times as far apart as usual (the median) have a pause between them; it is one rank's if that
+#: rank held up the others for this fraction of it.
 _APART, _ALONE = 5.0, 0.5
 #: The extra work of a rank in a part of a stretch, as a fraction of its time, up to which it was not slow there.
 _GAP = 0.03

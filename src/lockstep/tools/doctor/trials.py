@@ -240,7 +240,7 @@ def _speed(pair: Mapping[str, Any]) -> str:
 
 #: Seconds that a few bytes may take between hosts, and bytes a second that many have to reach.
 _FAR, _LINK = 5e-3, 40e6
-#: The limit from which a pair is slow, in times the median of all pairs.
+#: A pair is slow from this multiple of the median of all pairs on.
 _ODD = 3.0
 #: Seconds for all pairs of hosts beside that: 4 each, of eight hosts.
 _PAIRS_LIMIT = 4.0 * 28

@@ -8,11 +8,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+
+Moves = TypeVar("Moves")
 
 
 def parts_of(tree: Any) -> dict[Any, Any] | None:
@@ -97,11 +99,17 @@ def to_device(tree: Any, device: torch.device) -> Any:
 
     Objects with a ``.to`` of their own (a packed sequence, a graph batch) are moved by it; modules stay.
     """
-    return map_leaves(
-        tree,
-        lambda leaf: leaf.to(device, non_blocking=device.type != "cpu") if _moves(leaf) else leaf,
-        is_leaf=_moves,
-    )
+    return map_leaves(tree, lambda leaf: moved(leaf, device) if _moves(leaf) else leaf, is_leaf=_moves)
+
+
+def moved(values: Moves, device: torch.device) -> Moves:
+    """Return ``values``, a tensor or an object with a ``.to``, on ``device``. Only copies to the host are waited for.
+
+    An accelerator's later work waits for what is copied to it; for what is copied to the host nothing does. With
+    ``non_blocking`` torch would take pinned memory for it, and return before the values are there.
+    """
+    found: Moves = values.to(device, non_blocking=device.type != "cpu")  # type: ignore[attr-defined]
+    return found
 
 
 def _moves(node: Any) -> bool:

@@ -29,6 +29,12 @@ EXCEPTIONS = {
     ("tools/port/script.py", "method_of(call) == 'cuda'"),
     ("tools/port/values.py", "text in ('cuda', 'cuda:0', 'mps', 'xpu')"),
 }
+#: Copies that a mark is made behind, and that are read after it.
+MARKED = {
+    ("accelerator.py", "pinned.copy_(values.detach(), non_blocking=True)"),
+    ("checkpoint/plan.py", "held.copy_(block, non_blocking=True)"),
+    ("checkpoint/plan.py", "held.copy_(source[place:place + len(held)], non_blocking=True)"),
+}
 _STEPS = 20
 
 
@@ -103,6 +109,29 @@ def test_the_search_finds_what_it_is_for() -> None:
         assert [*_found(ast.parse(code))], code
     for code in ("device.type == 'cpu'", "torch.version.cuda", "found['cuda']", "event: torch.Event", "'npu'"):
         assert not [*_found(ast.parse(code))], code
+
+
+def _unconditional(tree: ast.AST) -> Iterator[str]:
+    """Yield the copies that nothing waits for, wherever they go: those to the host are read too early."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        given = [keyword.value for keyword in node.keywords if keyword.arg == "non_blocking"]
+        given += node.args[1:] if node.func.attr in ("to", "copy_") else []
+        if any(isinstance(value, ast.Constant) and value.value is True for value in given):
+            yield ast.unparse(node)
+
+
+def test_a_copy_to_the_host_is_waited_for_unless_it_is_marked() -> None:
+    found = {
+        (str(file.relative_to(_PACKAGE)), code)
+        for file in _PACKAGE.rglob("*.py")
+        for code in _unconditional(ast.parse(file.read_text()))
+    }
+    assert found - MARKED == set(), "use lockstep.trees.moved, or non_blocking=not target.is_cpu"
+    assert MARKED - found == set(), "these exceptions are needed no more"
+    for code in ("one.to('cpu', non_blocking=True)", "one.copy_(other, True)", "one.to(device, dtype, True)"):
+        assert [*_unconditional(ast.parse(code))], code
 
 
 def _asked_in_steps() -> list[str]:

@@ -51,6 +51,13 @@ GPU_FAULTS = [
         (_TRAINING, "-k", "resumed"),
     ),
     Fault(
+        "what is copied to the host is read before it is there",
+        "trees.py",
+        'non_blocking=device.type != "cpu")',
+        "non_blocking=True)",
+        (_COMPARISONS, "-k", "compared_on_the_host"),
+    ),
+    Fault(
         "flags of a comparison are read before they are there",
         "accelerator.py",
         "            self._copied.synchronize()",
@@ -165,7 +172,7 @@ GPU_FAULTS = [
     Fault(
         "gradients that are kept are looked at one by one",
         "ddp/reducer.py",
-        "        read = iter(torch.stack([grad.any().to(home, non_blocking=True) for grad in on_devices]).tolist())\n",
+        "        read = iter(torch.stack([moved(grad.any(), home) for grad in on_devices]).tolist())\n",
         "        read = iter([bool(grad.any().to(home)) for grad in on_devices])\n",
         ("tests/ranks/test_gpu_counts.py", "-k", "kept_gradients"),
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -135,6 +136,33 @@ def test_nothing_waits_for_a_comparison_and_one_copy_has_all_of_them(gpus: str) 
     if gpus != "simulated":
         pytest.skip("only a simulated stream can be held back")
     assert run_ranks(_compared_behind_a_held_stream, 2) == [(0, 1)] * 2
+
+
+def _in_slices(differs: bool, stress: Stress | None) -> None:
+    world = begin("gpu", stress)
+    torch.manual_seed(0)
+    model = lockstep.replicate(nn.Linear(5, 300).to(world.device), compare_every=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = lockstep.shard(DataLoader(TensorDataset(torch.randn(32, 5)), batch_size=4), slices=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number, step in enumerate(loader.steps()):
+            for (inputs,) in step:
+                model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if differs and number == 4 and world.rank == 1:
+                with torch.no_grad():
+                    model.weight[7, 3] += 1
+
+
+def test_digests_that_are_compared_on_the_host_are_there_when_they_are_read(gpus: str) -> None:
+    late = LATE if gpus == "simulated" else None
+    run_ranks(_in_slices, 2, False, late)
+    # Read too early, a device's digests are 0 on all ranks, and no difference is ever found.
+    for outcome in collect_outcomes(_in_slices, 2, True, late):
+        assert outcome.error == "ReplicaMismatch", outcome.traceback
+        assert "weight" in str(outcome.message)
 
 
 def _rightly_different() -> None:

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep import _torch, bits
-from lockstep.trees import dense_parts
+from lockstep.trees import dense_parts, moved
 
 #: Tensors of fewer bytes travel to another device together.
 _SMALL = 2**20
@@ -183,7 +183,7 @@ def transfer(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         if source.device != target.device and source.nbytes < _SMALL:
             together.setdefault(source.dtype, []).append(i)
         else:
-            target.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=not target.is_cpu)
     for positions in together.values():
         send_together([sources[i] for i in positions], [targets[i] for i in positions])
 
@@ -209,7 +209,7 @@ def changed(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
     ours = _digests([[pairs[i] for i in group] for group in groups])
     theirs = _digests([[(pairs[i][1], pairs[i][1]) for i in group] for group in groups])
     home = theirs.device if ours.is_cpu else ours.device  # (a copy to the host would have to be waited for)
-    differs = ours.to(home, non_blocking=True) != theirs.to(home, non_blocking=True)
+    differs = moved(ours, home) != moved(theirs, home)
     differing = [group for group, is_other in enumerate(differs.tolist()) if is_other]
     return [i for group in differing for i in groups[group]]
 

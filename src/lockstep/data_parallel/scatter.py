@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from lockstep.trees import is_packed, parts_of, path_text, rebuilt, to_device
+from lockstep.trees import is_packed, moved, parts_of, path_text, rebuilt, to_device
 
 
 @dataclass(frozen=True)
@@ -105,18 +105,18 @@ class _Cutter:
     def tensor(self, tensor: Tensor) -> list[Any]:
         dim = self._dim_of(tensor)
         if dim is None:
-            return [tensor.to(target, non_blocking=True) for target in self.targets]
+            return [moved(tensor, target) for target in self.targets]
         if torch.is_grad_enabled() and tensor.requires_grad:
             # A split takes one cat in the backward. Chunks on the same device are cloned, because replicas may change
             # their inputs in place, which they must not do to views of one tensor from several threads.
             chunks = tensor.split([piece.size for piece in self.pieces], dim)
             return [
-                chunk.clone() if chunk.device == target else chunk.to(target, non_blocking=True)
+                chunk.clone() if chunk.device == target else moved(chunk, target)
                 for chunk, target in zip(chunks, self.targets, strict=True)
             ]
         # Each piece is detached by itself, so that autograd sees no common base either.
         return [
-            tensor.detach().narrow(dim, piece.start, piece.size).to(target, non_blocking=True)
+            moved(tensor.detach().narrow(dim, piece.start, piece.size), target)
             for piece, target in zip(self.pieces, self.targets, strict=True)
         ]
 
@@ -125,7 +125,7 @@ class _Cutter:
         results = []
         for piece, target in zip(self.pieces, self.targets, strict=True):
             own = lengths.narrow(0, piece.start, piece.size)
-            steps = padded.narrow(0, piece.start, piece.size)[:, : int(own.max())].to(target, non_blocking=True)
+            steps = moved(padded.narrow(0, piece.start, piece.size)[:, : int(own.max())], target)
             results.append(
                 pack_padded_sequence(steps, own, batch_first=True, enforce_sorted=packed.sorted_indices is None)
             )

@@ -60,6 +60,7 @@ from lockstep.ddp.difference import Difference, advise, describe, find_differenc
 from lockstep.ddp.digest import BITS, DigestPart, Holdings, watch_optimizers
 from lockstep.ddp.rider import BackwardState
 from lockstep.errors import ReplicaMismatch
+from lockstep.trees import moved
 
 #: Fraction of the time of a step that comparing may take, and the most steps of a round.
 TARGET, MOST_STEPS = 0.004, 1024
@@ -247,12 +248,12 @@ class DriftCheck:
         votes = [int(power == wanted) for power in range(_LEAST, _MOST + 1)]
         if isinstance(digest, Tensor):
             bits = (digest >> torch.arange(BITS, device=flags.device)) & 1
-            vote = torch.tensor(votes, dtype=flags.dtype).to(flags.device, non_blocking=True)
+            vote = moved(torch.tensor(votes, dtype=flags.dtype), flags.device)
             flags.copy_(torch.cat([bits.to(flags.dtype), (1 - bits).to(flags.dtype), vote]))
         else:
             ones = [(digest >> bit) & 1 for bit in range(BITS)]
             own = torch.tensor([*ones, *[1 - one for one in ones], *votes], dtype=flags.dtype)
-            flags.copy_(own, non_blocking=True)
+            flags.copy_(own, non_blocking=not flags.is_cpu)
         if self._stopwatch is not None:
             self._stopwatch.stop()
         self._spent = time.perf_counter() - self._began
@@ -393,7 +394,7 @@ def _combine(first: int | Tensor, second: int | Tensor, device: torch.device) ->
     if isinstance(first, int) and isinstance(second, int):
         return (first * 31 + second) & ((1 << BITS) - 1)
     tensors = [
-        each.to(device, non_blocking=True) if isinstance(each, Tensor) else torch.full((), each, device=device)
+        moved(each, device) if isinstance(each, Tensor) else torch.full((), each, device=device)
         for each in (first, second)
     ]
     return (tensors[0] * 31 + tensors[1]) & ((1 << BITS) - 1)

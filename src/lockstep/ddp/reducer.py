@@ -78,6 +78,7 @@ from lockstep.ddp.rider import Rider
 from lockstep.ddp.sparse import SparseSlot
 from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.step.share import MOST_ITEMS, BatchId
+from lockstep.trees import moved
 
 #: Most bytes of all parameters together, and least bytes of each, that are compared at the end of a job.
 _MOST_DIGESTED, _LEAST_DIGESTED = 1 << 22, 256
@@ -496,7 +497,7 @@ def _are_not_zero(grads: Sequence[Tensor]) -> Iterator[bool]:
     read: Iterator[bool] = iter(())
     if on_devices:
         home = on_devices[0].device
-        read = iter(torch.stack([grad.any().to(home, non_blocking=True) for grad in on_devices]).tolist())
+        read = iter(torch.stack([moved(grad.any(), home) for grad in on_devices]).tolist())
     for grad, is_dense in zip(grads, looks, strict=True):
         yield True if not is_dense else bool(grad.any()) if grad.is_cpu else next(read)
 

@@ -41,7 +41,7 @@ from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.digest import BITS, fold
 from lockstep.ddp.hooks import MOST_PARTS, Forward, tensors_in
 from lockstep.ddp.rider import BackwardState
-from lockstep.trees import dense_parts, leaves
+from lockstep.trees import dense_parts, leaves, moved
 
 #: Averaged backwards whose batches are compared.
 STEPS = 3
@@ -137,7 +137,7 @@ class SameBatches:
         if self._is_unsure or _captures(flags.device):
             flags[-1] = 1
         else:
-            flags.copy_(_flags_of(self._steps, flags), non_blocking=True)
+            flags.copy_(_flags_of(self._steps, flags), non_blocking=not flags.is_cpu)
         self._steps = []
 
     def read(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:  # noqa: ARG002
@@ -223,4 +223,4 @@ def _both(one: int | Tensor, other: int | Tensor) -> int | Tensor:
 
 
 def _beside(digest: int | Tensor, like: Tensor) -> int | Tensor:
-    return digest.to(like.device, non_blocking=True) if isinstance(digest, Tensor) else digest
+    return moved(digest, like.device) if isinstance(digest, Tensor) else digest

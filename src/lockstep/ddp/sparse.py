@@ -85,7 +85,7 @@ class SparseTransfer:
         self._world_size = dist.get_world_size(slot.group)
         self._indices, self._values = indices, values
         # (To an accelerator so few bytes are copied at once: nothing waits for it.)
-        mine = torch.tensor(said, dtype=torch.int64).to(values.device, non_blocking=True)
+        mine = torch.tensor(said, dtype=torch.int64).to(values.device, non_blocking=not values.is_cpu)
         #: What each rank said: int64 [world size, 2], read at once since each read waits for a device.
         self._announced = mine.view(1, -1)
         self._work: dist.Work | None = None

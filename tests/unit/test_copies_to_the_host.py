@@ -53,8 +53,8 @@ def _flags_by_hand() -> Tensor:
     return torch.tensor([*ones, *[1 - one for one in ones], 0], dtype=torch.float32)
 
 
-def _scattered(tree: Any, dim: int = 0) -> list[Any]:
-    return scatter(tree, [_CPU, _CPU], dim, None)[0]
+def _scattered(tree: Any) -> list[Any]:
+    return scatter(tree, [_CPU, _CPU], 0, None)[0]
 
 
 def _packed(make: Callable[[Tensor], Tensor]) -> PackedSequence:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep.comm.waiting import wait_for
+from lockstep.trees import moved
 
 #: Sent instead of the number of rows by a rank that did not use the parameter at all.
 _UNUSED = -1
@@ -85,7 +86,7 @@ class SparseTransfer:
         self._world_size = dist.get_world_size(slot.group)
         self._indices, self._values = indices, values
         # (To an accelerator so few bytes are copied at once: nothing waits for it.)
-        mine = torch.tensor(said, dtype=torch.int64).to(values.device, non_blocking=not values.is_cpu)
+        mine = moved(torch.tensor(said, dtype=torch.int64), values.device)
         #: What each rank said: int64 [world size, 2], read at once since each read waits for a device.
         self._announced = mine.view(1, -1)
         self._work: dist.Work | None = None

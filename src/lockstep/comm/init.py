@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.optim import optimizer as optimizers
 
 from lockstep import accelerator, callsite, knobs, machine
-from lockstep.comm import ending, gloo_threads, guests, mpirun
+from lockstep.comm import apart, ending, gloo_threads, guests, mpirun
 from lockstep.comm import tracing as _  # noqa: F401  (a trace sees collectives by it)
 from lockstep.comm.allocator import keep_freed_memory
 from lockstep.comm.choose import Choice, compare_choices, open_fastest
@@ -131,6 +131,7 @@ def init(
         _seed_everything(agreed_seed, identity, device)
     _world = World(identity, device=device, group=group, seed=agreed_seed, timeout=limit)
     _count_steps()
+    apart.watch(_world._in_hand, rank=identity.rank, world_size=identity.world_size)
     if accelerator.has_times(device):
         gpu, is_watched = Gpu(device), flight.current.pages is not None
         gpu_time.watch(gpu, backward_ended=device_wait.begin(gpu).mark if is_watched else None)
@@ -196,6 +197,7 @@ def shutdown() -> None:
         if dist.is_initialized():
             ending.compare()
         _world._release()
+        apart.end()
         device_wait.end()
         guests.unmark()
         streams.begin(rank=0, world_size=1)

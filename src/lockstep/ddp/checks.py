@@ -24,11 +24,11 @@ from lockstep.ddp.options import ReplicaOptions
 from lockstep.ddp.reducer import Reducer
 from lockstep.ddp.rider import Rider
 from lockstep.ddp.same_batches import InputLook, SameBatches
-from lockstep.ddp.stepping import alerted
 from lockstep.ddp.unaveraged import Unaveraged
 from lockstep.job import flight
 from lockstep.step.share import Items
 from lockstep.step.slicing import SlicedStep
+from lockstep.step.stepping import alerted
 from lockstep.text import counted, listed
 
 

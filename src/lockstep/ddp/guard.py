@@ -49,8 +49,8 @@ from lockstep.ddp.finite import (
     words_for,
 )
 from lockstep.ddp.rider import BackwardState
-from lockstep.ddp.stepping import alert, alerted, leave_out, params_of, quiet, watch_steps
 from lockstep.errors import NonFiniteGradient
+from lockstep.step.stepping import alert, alerted, leave_out, params_of, quiet, watch_steps
 from lockstep.text import listed
 
 #: Most names that a rank tells the others.
@@ -240,6 +240,17 @@ class StepGuard:
             'values are overwritten by the sum before it is checked ("warn", "skip" and "raise" check earlier)'
         )
 
+    def _of_parameters(self) -> str:
+        lost = _not_finite(self._params)
+        bad = [name for each, name in self._names.items() if each in lost]
+        if not bad:
+            return ""
+        return (
+            f". Parameters hold infinite or NaN values themselves: {listed([*map(repr, bad)], most=5)}. If they should "
+            "not, something else than an average has put them there (the optimizer, a line that divides gradients by "
+            "a norm of 0), and no step can help any more: resume from a checkpoint"
+        )
+
     # In front of an optimizer's step ---------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -287,7 +298,7 @@ class StepGuard:
             callsite.warn(
                 f"{what}. This step of {type(optimizer).__name__} was left out on every rank: neither parameters nor "
                 "the optimizer's state have changed. check_finite= of lockstep.replicate and DistributedDataParallel "
-                f"says what else can be done{self._whether_rank_0()}{self._buffers.words()}",
+                f"says what else can be done{self._whether_rank_0()}{self._buffers.words()}{self._of_parameters()}",
                 RuntimeWarning,
             )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch.optim import Optimizer
 
 from lockstep import callsite
-from lockstep.ddp.stepping import alert, quiet, watch_steps
 from lockstep.step.share import Items
+from lockstep.step.stepping import alert, quiet, watch_steps
 
 
 class KeptCount:

@@ -40,11 +40,11 @@ from lockstep import _torch
 from lockstep.comm.exchange import all_gather_records
 from lockstep.ddp.finite import are_sound, dense_grads, is_finite, magnitude
 from lockstep.ddp.members import parameters_of
-from lockstep.ddp.stepping import alert, leave_out, params_of, quiet, watch_steps
 from lockstep.errors import LockstepError, NonFiniteGradient
 from lockstep.job import flight, notes
 from lockstep.step import loss_scale as scales
 from lockstep.step.loss_scale import DynamicScale
+from lockstep.step.stepping import alert, leave_out, params_of, quiet, watch_steps
 from lockstep.text import counted, listed
 
 _queue_callback = _torch.queue_callback()

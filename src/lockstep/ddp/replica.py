@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.utils.hooks import RemovableHandle
 
 from lockstep import _torch
-from lockstep.comm import ending
+from lockstep.comm import apart, ending
 from lockstep.comm.init import current_world
 from lockstep.ddp import refusals
 from lockstep.ddp.buffers import ReplicaTensors
@@ -91,6 +91,7 @@ class Replica(Joinable, BackwardListener):
         self._slices = SliceMember(self) if self.in_hand() is not None else None
         if self._slices is not None and self.checks.compares:
             ending.follow(self._slices.number, self)
+        apart.note_replica(module, is_equal=self._slices is not None and self.checks.compares)
         self._sync.begin()
 
     def _compare(self, module: nn.Module, *, unfit: str | None = None) -> None:
@@ -170,7 +171,10 @@ class Replica(Joinable, BackwardListener):
         if self._slices is not None:
             ending.leave(self._slices.number)
             self._slices.close()
-        streams.current.end(self._module())
+        module = self._module()
+        if module is not None:
+            apart.note_replica(module, is_equal=False)
+        streams.current.end(module)
         for handle in self.announcing:
             handle.remove()
         self._remove_hooks()

@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from lockstep.bits import hexdigest
 from lockstep.comm.exchange import all_gather_records
 from lockstep.ddp.reducer import Reducer
-from lockstep.ddp.stepping import alert, params_of, quiet, watch_steps
 from lockstep.errors import LockstepError
+from lockstep.step.stepping import alert, params_of, quiet, watch_steps
 from lockstep.text import listed
 
 

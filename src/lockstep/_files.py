@@ -41,7 +41,8 @@ def local_path(given: str | os.PathLike[str], what: str) -> Path:
     """Return a path that a user gave; all such paths are checked here.
 
     ``s3://bucket/run`` is a valid name for a folder below the current one, but is never meant so: files saved there
-    would be lost with the machine.
+    would be lost with the machine. Nor is ``~/run`` meant as a folder named ``~``: it is below the home folder, also
+    where no shell has put that in its place (in Python, or in ``--log-dir=~/logs``).
 
     Args:
         given: the path.
@@ -53,7 +54,7 @@ def local_path(given: str | os.PathLike[str], what: str) -> Path:
     text = os.fspath(given)
     found = _NO_PATH.match(text)
     if found is None:
-        return Path(given)
+        return Path(os.path.expanduser(text))
     if found[1] is not None and found[1].lower() == "file":
         raise NoLocalPath(f"{what}={text}: expected a path, not a URL: give {text[5:].replace('//', '', 1)} itself")
     kind = "a path of Windows" if found[1] is None or len(found[1]) == 1 else "a URL"
@@ -106,7 +107,7 @@ def run_path(given: str | os.PathLike[str], what: str) -> Path | StorePath:
 
 def redirected(home: Path, path: str | os.PathLike[str]) -> Path:
     """Return the path below ``home`` that stands for ``path``, as :func:`redirect` has it."""
-    return home / os.path.abspath(path).lstrip("/")
+    return home / os.path.abspath(os.path.expanduser(path)).lstrip("/")
 
 
 def redirect(cls: Any, name: str, home: Path) -> None:

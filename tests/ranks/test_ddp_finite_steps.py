@@ -82,6 +82,30 @@ def _steps(way: str, make: str, bad: tuple[int, ...], *, accumulates: bool = Fal
     return _snapshot(model, optimizer), [str(each.message) for each in caught if each.category is RuntimeWarning]
 
 
+def _lost_parameters() -> list[str]:
+    """Something else than an average spoils a parameter, alike on all ranks."""
+    w = lockstep.init(timeout=20)
+    model = lockstep.replicate(wide())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            optimizer.zero_grad()
+            differentiate(squares(model, w.rank, step))
+            optimizer.step()
+            with torch.no_grad():
+                model.get_parameter("2.weight").fill_(float("nan"))
+    return [str(each.message) for each in caught if each.category is RuntimeWarning]
+
+
+@OVER_BOTH
+def test_parameters_that_are_lost_are_told_from_gradients_of_one_step() -> None:
+    for (said,) in run_ranks(_lost_parameters, 2):
+        assert "This step of SGD was left out on every rank" in said
+        assert "Parameters hold infinite or NaN values themselves: '2.weight'. If they should not" in said
+        assert "no step can help any more: resume from a checkpoint" in said
+
+
 def _bad_on(bad: tuple[int, ...], check: Any) -> str:
     w = lockstep.init(timeout=20)
     model = lockstep.replicate(wide(), check_finite=check)

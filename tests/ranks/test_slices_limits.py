@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
 
 import lockstep
+from lockstep.job import flight
 from lockstep.step import slicing
 from tests.backends import EACH_BACKEND
 from tests.harness import collect_outcomes, run_ranks
@@ -320,28 +321,32 @@ def test_a_step_that_does_not_fit_is_taken_again_in_twice_as_many_slices(inside:
         assert outcomes == [[expected, [8] * 6, 8, world_size]] * world_size  # 40 samples, five fit
 
 
-def _logged(folder: str) -> list[int]:
+def _logged(folder: str) -> tuple[list[int], list[int]]:
     """The log has no Checkpointer to ask for the step: it counts, and a step that is taken again is no other step."""
-    lockstep.init(timeout=20)
+    world = lockstep.init(timeout=20)
     model = lockstep.replicate(Large(12, "forward"))
     loader = lockstep.shard(DataLoader(samples(), BATCH, shuffle=True), slices="auto")
-    steps = []
+    steps, tokens = [], []
     with lockstep.Log(folder, every=1) as log:
         for _ in range(2):
             for step in loader.steps():
                 for x, y in step:
                     with step.attempt():
                         log(size=float(len(x)))
+                        world.count_tokens(len(x))
                         cross_entropy(model(x), y).backward()
                 steps.append(log.step)
+                tokens.append(flight.current.tokens)
+                flight.current.tokens = 0  # as an optimizer's step does
                 model.zero_grad()
-    return steps
+    return steps, tokens
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_that_is_taken_again_is_logged_once(world_size: int, tmp_path: Path) -> None:
-    for steps in run_ranks(_logged, world_size, str(tmp_path)):
-        assert steps == [1, 2, 3, 4, 5, 6]
+def test_a_step_that_is_taken_again_is_logged_and_counted_once(world_size: int, tmp_path: Path) -> None:
+    of_ranks = run_ranks(_logged, world_size, str(tmp_path))
+    assert [steps for steps, _ in of_ranks] == [[1, 2, 3, 4, 5, 6]] * world_size
+    assert sum(sum(tokens) for _, tokens in of_ranks) == 2 * len(samples())
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert all(line["size"] <= 12 for line in lines)

@@ -127,7 +127,7 @@ def test_gradients_that_no_slice_clears_are_added_to() -> None:
         assert run_ranks(_accumulates, world_size, False) == expected * world_size
 
 
-def _throws_away() -> list[str]:
+def _throws_away(to_none: bool) -> list[str]:
     world = lockstep.init(timeout=20)
     model = lockstep.replicate(build())
     with warnings.catch_warnings(record=True) as caught:
@@ -135,13 +135,16 @@ def _throws_away() -> list[str]:
         for step in lockstep.shard(DataLoader(samples(), 40), slices=4).steps():
             for x, y in step:
                 cross_entropy(model(x), y).backward()
-                model.zero_grad()
+                model.zero_grad(set_to_none=to_none)
     return [str(each.message) for each in caught] if world.is_main else []
 
 
-def test_what_is_cleared_after_each_backward_is_told_of_once() -> None:
-    (told,) = run_ranks(_throws_away, 2)[0]
-    assert "none of its gradients is left" in told
+@pytest.mark.parametrize(
+    ("to_none", "words"), [(True, "none of its gradients is left"), (False, "all its gradients are zero")]
+)
+def test_what_is_cleared_after_each_backward_is_told_of_once(to_none: bool, words: str) -> None:
+    (told,) = run_ranks(_throws_away, 2, to_none)[0]
+    assert f"{words}: zero_grad() after backward() inside the inner loop discards" in told
 
 
 # Several passes over a step ------------------------------------------------------------------------------------------

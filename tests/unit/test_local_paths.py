@@ -15,8 +15,9 @@ from examples.gpt import options as gpt
 from examples.imagenet import options as imagenet
 from examples.segmentation import options as segmentation
 
-from lockstep._files import NoLocalPath, local_path
+from lockstep._files import NoLocalPath, local_path, redirected, run_path
 from lockstep.cli import main
+from lockstep.cli.options import LocalPath, RunPath
 from lockstep.launch.spec import JobSpec, NodeOptions, Program, node_place
 from lockstep.runs import history
 
@@ -51,6 +52,22 @@ def test_a_url_of_a_file_is_refused_with_its_path() -> None:
 def test_other_paths_are_as_they_were(path: str) -> None:
     assert local_path(path, "folder") == Path(path)
     assert local_path(Path("a") / "b", "folder") == Path("a/b")
+
+
+def test_the_home_folder_is_meant_by_its_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    for given in ("~/runs/1", Path("~/runs/1")):
+        assert local_path(given, "folder") == run_path(given, "folder") == Path("/home/me/runs/1")
+        assert redirected(Path("/scratch"), given) == Path("/scratch/home/me/runs/1")
+    for other in ("./~/runs", "runs/~", "~nobody-of-this-name/runs"):
+        assert local_path(other, "folder") == Path(other)
+
+
+@pytest.mark.parametrize("kind", [LocalPath(), RunPath()])
+def test_options_know_the_sign_where_no_shell_does(kind: LocalPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell leaves --log-dir=~/logs as it is."""
+    monkeypatch.setenv("HOME", "/home/me")
+    assert kind.convert("~/logs", None, None) == Path("/home/me/logs")
 
 
 def _job(**options: object) -> JobSpec:

@@ -64,10 +64,10 @@ class LocalPath(click.Path):
         from lockstep._files import NoLocalPath, local_path
 
         try:
-            local_path(value, "the path" if param is None else param.opts[0])
+            path = local_path(value, "the path" if param is None else param.opts[0])
         except NoLocalPath as error:
             raise click.UsageError(str(error), ctx) from None
-        return super().convert(value, param, ctx)
+        return super().convert(path, param, ctx)
 
 
 class RunPath(LocalPath):
@@ -81,7 +81,7 @@ class RunPath(LocalPath):
             path = run_path(value, "the path" if param is None else param.opts[0])
         except NoLocalPath as error:
             raise click.UsageError(str(error), ctx) from None
-        return path if isinstance(path, StorePath) else super().convert(value, param, ctx)
+        return path if isinstance(path, StorePath) else super().convert(path, param, ctx)
 
 
 def takes_run(command: _Command, told: str = _RUN) -> _Command:

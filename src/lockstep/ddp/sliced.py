@@ -516,15 +516,19 @@ class SlicedGradients:
 
     def _warn_of_none(self, total: Leaf, says: Sequence[dict[str, Any]]) -> None:
         """Warn once if backwards have left no gradient, most likely because it was cleared after them."""
-        if self._has_said or any(grad is not None for grad in total[: len(self._params)]):
+        if self._has_said:  # A script that clears them does so from its first step on, so others need not be looked at.
             return
-        if any(each["backward"] for each in says):
+        left = [grad for grad in total[: len(self._params)] if grad is not None]
+        if any(bool(grad.any()) for grad in left):
+            self._has_said = True
+        elif any(each["backward"] for each in says):
             self._has_said = True
             if self._rank == 0:
                 callsite.warn(
-                    "backwards came through this replica in the slices of a step, but none of its gradients is left: "
-                    "zero_grad() after backward() inside the inner loop discards the slice's gradients. Call it "
-                    "after optimizer.step(), or before backward()"
+                    "backwards came through this replica in the slices of a step, but "
+                    f"{'all its gradients are zero' if left else 'none of its gradients is left'}: zero_grad() after "
+                    "backward() inside the inner loop discards the slice's gradients. Call it after optimizer.step(), "
+                    "or before backward()"
                 )
 
 

@@ -127,8 +127,8 @@ class SlicedBuffers:
                 name = [name for name, _ in buffers_of(module)][index]
                 step.note_mistake(
                     f"buffer '{name}' was of shape {list(base.shape)} and is of {list(current.shape)} after slice "
-                    f"{number}, so there is no mean of it: let a forward before the first step give it its size, make "
-                    "it a plain attribute, or name it in model._ddp_params_and_buffers_to_ignore"
+                    f"{number}, so there is no mean of it: let a forward before the first step give it its size, or "
+                    "train this model in a plain loop"
                 )
                 fits = False
                 replaced[id(current)] = buffer

@@ -25,6 +25,7 @@ import torch
 
 from lockstep import accelerator
 from lockstep.errors import CollectiveMismatch, LockstepError
+from lockstep.job import flight
 from lockstep.step import tree_sum as order
 from lockstep.step.share import BatchShare
 
@@ -182,6 +183,8 @@ class SlicedStep:
         self._gather = gather
         #: The slice in hand.
         self.number: int | None = None
+        #: Tokens that were counted for the optimizer's step to come before this one began.
+        self._tokens_before = flight.current.tokens
         #: Slice -> its number of items, if the script has told; of this rank's slices, at the end of all slices.
         self.items: dict[int, int] = {}
         #: The sum of the weights of all slices; known at the end.
@@ -283,6 +286,7 @@ class SlicedStep:
         global current
         if current is self:
             current = None
+            flight.current.tokens = self._tokens_before  # the script counts them again when it takes the step again
             for member in _living():
                 member.forget()
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -148,6 +150,37 @@ def test_an_average_that_weighs_no_unequal_shares_is_told_of_once() -> None:
     assert f"SGD {_UNEQUAL} (rank 0 has 1 of 1 samples)" in text
 
 
+def _adapts_copies() -> None:
+    """Each batch trains a copy of the model, with an optimizer of its own."""
+    model = _model()
+    for (inputs,) in _loader():
+        copy = deepcopy(model)
+        optimizer = _sgd(copy)
+        for _ in range(3):
+            optimizer.zero_grad()
+            differentiate(copy(inputs).square().mean())
+            optimizer.step()
+
+
+def test_optimizers_that_are_made_again_and_again_are_told_of_once() -> None:
+    said = run_ranks(_warnings, 2, _adapts_copies)
+    assert 1 <= sum(map(len, said)) <= 2
+    assert max(map(len, said)) == 1
+
+
+def _closes_the_group() -> None:
+    """And trains on, each rank alone, inside the loop."""
+    model = _model()
+    optimizer = _sgd(model)
+    for (inputs,) in _loader():
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for _ in range(3):
+            differentiate(model(inputs).square().mean())
+            optimizer.step()
+        break
+
+
 def _replicated() -> None:
     model = lockstep.replicate(_model())
     _train(_sgd(model), model, samples=45)
@@ -215,6 +248,7 @@ def _on_one_rank() -> None:
         _in_parts,
         _one_for_each_rank,
         _on_one_rank,
+        _closes_the_group,
     ],
 )
 def test_nothing_is_said_where_all_is_well(train: Callable[[], None]) -> None:

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -106,6 +107,8 @@ class Apart:
         self._seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
         #: The comparisons so far.
         self._count = 0
+        #: True once a difference was told of: a program that makes optimizers again and again is told once.
+        self._has_said = False
         #: The steps so far.
         self._steps = 0
         #: True until a batch with unequal shares was warned of.
@@ -120,7 +123,7 @@ class Apart:
         if seen is None:
             seen = self._seen[optimizer] = self._look_at(optimizer)
         seen.steps += 1
-        if seen.is_compared and seen.steps in _COMPARED and self._count < _MOST_COMPARED:
+        if seen.is_compared and seen.steps in _COMPARED and self._count < _MOST_COMPARED and not self._has_said:
             self._compare(optimizer, seen)
         if self._asks_shares and seen.is_compared and not seen.is_replicated:
             self._look_at_share(optimizer)
@@ -142,6 +145,8 @@ class Apart:
 
     def _compare(self, optimizer: Optimizer, seen: _Seen) -> None:
         params = params_of(optimizer)
+        if not dist.is_initialized():
+            return  # the program has closed the group, and goes on with what it has
         if not all(type(param) in (Tensor, nn.Parameter) and param.layout == torch.strided for param in params):
             return  # parts of parameters, as DTensor has them
         is_capturing = accelerator.capture_test({param.device for param in params})
@@ -168,7 +173,7 @@ class Apart:
         others = [rank for rank, told in enumerate(everyones) if told != everyones[0]]
         if not others:
             return
-        seen.is_compared = False  # warn only once
+        self._has_said = True
         index, shape = next(
             (index, one[0])
             for index, (one, two) in enumerate(zip(everyones[0], everyones[others[0]], strict=True))

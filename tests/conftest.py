@@ -57,7 +57,7 @@ with suppress(ImportError):  # which is not there where other libraries are test
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let the stacks of a test that takes too long reach the terminal from where the tests run in two processes."""
+    """Let the stacks of a test that takes too long reach the terminal from where the tests run in several processes."""
     if hasattr(config, "workerinput"):  # whose standard output is lost
         writer = create_terminal_writer(config, sys.__stderr__)
         config.get_terminal_writer = lambda: writer  # type: ignore[method-assign]  # (asked by pytest-timeout)

@@ -36,7 +36,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     wrapping. When the wrapper is gone the module is a plain one again, as after :func:`lockstep.release`.
 
     What differs from torch: parameters without a gradient work without ``find_unused_parameters``; gradients are
-    weighted by the sharded loader's slices; a forward in evaluation mode sends nothing (see Note [Buffers]); a
+    weighted by the sharded loader's shares; a forward in evaluation mode sends nothing (see Note [Buffers]); a
     backward that reaches the parameters some other way than through ``forward`` is averaged as well.
 
     Args:

@@ -145,7 +145,10 @@ class _Sleep(enum.Enum):
 
 
 class Stillness:
-    """Watches one process that gives no sign of life: can it continue by itself? See Note [Late or slow] in hang.py."""
+    """Watches one process that gives no sign of life: can it continue by itself?
+
+    See Note [Late or slow] in job/hang.py.
+    """
 
     def __init__(self) -> None:
         self._why: Standstill | None = None

@@ -42,7 +42,7 @@ from lockstep.version import __version__
 
 #: The version of run.json.
 VERSION = 1
-#: The sums over batches in parts of equal cost; see notes.py.
+#: The sums over batches in parts of equal cost; see job/notes.py.
 COST_SUMS = ("batches", "by_number", "by_cost", "exact")
 #: Checkpoints that are noted at most.
 _CHECKPOINTS = 1000

@@ -126,7 +126,7 @@ class Items(BatchShare):
         self.is_taken = False
 
     def weight(self, world_size: int) -> float:
-        """Refuse: the total is known only when the buckets have been reduced.
+        """Refuse: the total is known only where an averaged backward begins; see Note [Counted items].
 
         Raises:
             LockstepError: always.

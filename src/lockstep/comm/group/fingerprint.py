@@ -84,7 +84,7 @@ def take(
     Args:
         detail: further facts that must be equal on every rank (shapes of a list of tensors, a factor); compared by
             digest.
-        label: its label (labels.py), if that is not the one in force on this thread.
+        label: its label (comm/labels.py), if that is not the one in force on this thread.
     """
     label = labels.label() if label is None else label
     frame = user_frame_and_depth(sys._getframe(1))[0]

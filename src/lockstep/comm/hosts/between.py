@@ -145,7 +145,7 @@ class Between:
         """**Leaders.** Say which collective this host is in, with the bytes of a small tensor.
 
         Args:
-            header: what the ranks of the host have agreed on (fingerprint.py).
+            header: what the ranks of the host have agreed on (group/fingerprint.py).
             limit: seconds that another host may be late.
             payload: at most :data:`EAGER` bytes.
         """

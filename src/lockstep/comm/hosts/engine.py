@@ -7,8 +7,8 @@ the result out. So a host sends each element once, however many ranks it has; a 
 
 Large tensors go in chunks. A leader begins to send a chunk and turns to the next: the ranks of the host combine that
 while the network carries the first. Two hosts exchange whole chunks, and each adds up for itself, in one trip. More
-hosts, and operations that need not round alike everywhere (Note [Reduction order] in reduction.py), give each leader a
-part of the chunk to combine, and then exchange the results: two trips, and as few bytes as can be.
+hosts, and operations that need not round alike everywhere (Note [Reduction order] in group/reduction.py), give each
+leader a part of the chunk to combine, and then exchange the results: two trips, and as few bytes as can be.
 
 *The same bits.* Elements are combined in order of rank inside each host, then in order of host; every element's result
 is computed by one rank and copied, or by several with the same operator over the same elements. Which elements are

@@ -1,8 +1,8 @@
 """The verbs of engines whose ranks share memory: how each moves through rounds (Note [Rounds] in rounds.py).
 
-They work on *flat* tensors, one-dimensional and contiguous (tensors.py makes them), in chunks of what fits into one
-stage, and know nothing of torch's API. Each must call ``sync()`` at least once, also for no elements: the first round
-carries the fingerprint.
+They work on *flat* tensors, one-dimensional and contiguous (group/tensors.py makes them), in chunks of what fits into
+one stage, and know nothing of torch's API. Each must call ``sync()`` at least once, also for no elements: the first
+round carries the fingerprint.
 
 What each costs a rank, in bytes, for n of them on W ranks:
 

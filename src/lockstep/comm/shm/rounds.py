@@ -81,7 +81,7 @@ _first = itemgetter(0)
 
 
 class Rounds:
-    """The rounds of one group, seen from one rank. Used by one thread at a time (work.py)."""
+    """The rounds of one group, seen from one rank. Used by one thread at a time (group/work.py)."""
 
     def __init__(self, segment: Segment, layout: Layout, *, rank: int, health: Health) -> None:
         self.rank = rank

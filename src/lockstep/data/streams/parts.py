@@ -120,7 +120,7 @@ class PartPass:
         marks: those of the loader's position.
     """
 
-    #: See :class:`~lockstep.data.batches.Pass`.
+    #: See :class:`~lockstep.data.fetch.Pass`.
     drawn: str | None = None
     order: torch.Tensor | None = None
 

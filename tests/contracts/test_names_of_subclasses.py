@@ -118,7 +118,7 @@ def test_attributes_beside_torchs_in_c_have_a_prefix(cls: Any) -> None:
 def test_the_classes_are_found() -> None:
     found = {cls.__qualname__ for cls in _ours()}
     assert {
-        "ShmWork",
+        "GroupWork",
         "MessageWork",
         "ProcessGroupLockstep",
         "DataParallel",

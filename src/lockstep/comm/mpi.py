@@ -30,7 +30,7 @@ from lockstep.comm.group.fingerprint import HEADER, KEY, describe
 from lockstep.comm.group.meeting import Whereabouts, say_and_hear
 from lockstep.comm.group.reduction import Reduction
 from lockstep.comm.group.tensors import part
-from lockstep.comm.group.work import ShmWork
+from lockstep.comm.group.work import GroupWork
 from lockstep.comm.hosts.between import Wait
 from lockstep.comm.hosts.messages import Messages
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost, RendezvousError
@@ -225,11 +225,11 @@ class MpiEngine(Engine):
 
     # --- messages --------------------------------------------------------------------------------------------------
 
-    def send(self, tensor: torch.Tensor, *, to: int, tag: int, timeout: float) -> ShmWork:
+    def send(self, tensor: torch.Tensor, *, to: int, tag: int, timeout: float) -> GroupWork:
         """See :class:`Engine`."""
         return self._messages.send(tensor, to=to, tag=tag, timeout=timeout)
 
-    def receive(self, tensor: torch.Tensor, *, source: int | None, tag: int, timeout: float) -> ShmWork:
+    def receive(self, tensor: torch.Tensor, *, source: int | None, tag: int, timeout: float) -> GroupWork:
         """See :class:`Engine`."""
         return self._messages.receive(tensor, source=source, tag=tag, timeout=timeout)
 

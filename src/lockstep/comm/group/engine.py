@@ -25,7 +25,7 @@ import torch
 from lockstep.comm.group import tensors
 from lockstep.comm.group.failures import again
 from lockstep.comm.group.reduction import Reduction
-from lockstep.comm.group.work import ShmWork
+from lockstep.comm.group.work import GroupWork
 from lockstep.comm.looks import SumLook
 from lockstep.comm.memory import RowOrder
 from lockstep.errors import LockstepError
@@ -173,11 +173,11 @@ class Engine(ABC):
     # --- messages --------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def send(self, tensor: torch.Tensor, *, to: int, tag: int, timeout: float) -> ShmWork:
+    def send(self, tensor: torch.Tensor, *, to: int, tag: int, timeout: float) -> GroupWork:
         """Begin to send ``tensor``, which must not change until the work is complete."""
 
     @abstractmethod
-    def receive(self, tensor: torch.Tensor, *, source: int | None, tag: int, timeout: float) -> ShmWork:
+    def receive(self, tensor: torch.Tensor, *, source: int | None, tag: int, timeout: float) -> GroupWork:
         """Begin to receive into ``tensor``, from ``source`` or (None) the rank that sends first."""
 
     # --- what an engine may do better than this --------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.comm.group.engine import Engine
-from lockstep.comm.group.work import ShmWork, Turns
+from lockstep.comm.group.work import GroupWork, Turns
 from lockstep.errors import LockstepError
 
 #: The work of a collective with the engine, once its turn has come.
@@ -87,7 +87,7 @@ class Group:
 
     def issue(
         self, name: str, fingerprint: bytes, move: Move, result: list[Any], timeout: float, asynchronous: bool
-    ) -> ShmWork:
+    ) -> GroupWork:
         """**Collective.** Run a collective in its turn. Returns complete, or with an error raised, if synchronous.
 
         Args:
@@ -104,13 +104,13 @@ class Group:
         if self._closed or self._process != _process or self.engine.known() is not None:
             self.check(name)
         if not asynchronous and self._run_at_once(name, fingerprint, move, timeout):
-            return ShmWork(name, result)
+            return GroupWork(name, result)
 
         def run() -> None:
             self.engine.check()  # an error may have come since the call was issued
             self._run(name, fingerprint, move, timeout)
 
-        work = ShmWork(name, result, run)
+        work = GroupWork(name, result, run)
         self._turns.put(work)
         if not asynchronous:
             work.wait()

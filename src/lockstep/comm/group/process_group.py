@@ -25,7 +25,7 @@ from lockstep.comm.group.engine import Engine
 from lockstep.comm.group.fingerprint import REDUCE_OPS
 from lockstep.comm.group.group import Group, Move
 from lockstep.comm.group.reduction import Reduction, reduction
-from lockstep.comm.group.work import ShmWork
+from lockstep.comm.group.work import GroupWork
 from lockstep.comm.looks import SumLook
 from lockstep.comm.memory import RowOrder
 
@@ -127,7 +127,7 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
 
     # --- combined elements -----------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors_: Tensors, opts: Any = None) -> ShmWork:
+    def allreduce(self, tensors_: Tensors, opts: Any = None) -> GroupWork:
         opts = opts or dist.AllreduceOptions()
         tensor = _single("allreduce", tensors_)
         if tensor.layout is torch.sparse_coo:
@@ -145,7 +145,7 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
 
         return self._issue("all_reduce", body, move, tensors_, opts, tensors_)
 
-    def _allreduce_sparse(self, tensors_: Tensors, opts: Any) -> ShmWork:
+    def _allreduce_sparse(self, tensors_: Tensors, opts: Any) -> GroupWork:
         tensor = tensors_[0]
         if REDUCE_OPS[_op(opts)[0]] != "SUM":
             raise RuntimeError(
@@ -160,7 +160,7 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
 
         return self._issue("sparse_all_reduce", body, move, tensors_, opts, tensors_)
 
-    def allreduce_coalesced(self, tensors_: Tensors, opts: Any = None) -> ShmWork:
+    def allreduce_coalesced(self, tensors_: Tensors, opts: Any = None) -> GroupWork:
         opts = opts or dist.AllreduceCoalescedOptions()
         tensors.check("allreduce_coalesced", tensors_)
         body, hows = self._fingerprint_of_reductions("all_reduce_coalesced", tensors_, opts)
@@ -174,7 +174,7 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
 
         return self._issue("all_reduce_coalesced", body, move, tensors_, opts, tensors_)
 
-    def reduce(self, tensors_: Tensors, opts: Any = None) -> ShmWork:
+    def reduce(self, tensors_: Tensors, opts: Any = None) -> GroupWork:
         opts = opts or dist.ReduceOptions()
         tensor = _single("reduce", tensors_)
         tensors.check("reduce", tensors_)
@@ -197,25 +197,25 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
 
         return self._issue("reduce", body, move, tensors_, opts, tensors_)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> ShmWork:
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> GroupWork:
         output, sources = _single("reduce_scatter", outputs), _single("reduce_scatter", inputs)
         tensors.check_sizes("reduce_scatter", sources, self._shm_size, like=output)
         return self._reduce_scatter("reduce_scatter", [(output, sources)], opts)
 
-    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> ShmWork:
+    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> GroupWork:
         pair = output, self._split("reduce_scatter_single", source, output)
         return self._reduce_scatter("reduce_scatter_single", [pair], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ShmWork:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         name = "reduce_scatter_coalesced"
         pairs = [(out, self._split(name, each, out)) for out, each in zip(outputs, inputs, strict=True)]
         return self._reduce_scatter(name, pairs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _reduce_scatter(self, name: str, pairs: list[tuple[torch.Tensor, Tensors]], opts: Any) -> ShmWork:
+    def _reduce_scatter(self, name: str, pairs: list[tuple[torch.Tensor, Tensors]], opts: Any) -> GroupWork:
         opts = opts or dist.ReduceScatterOptions()
         outputs = [output for output, _ in pairs]
         tensors.check(name, outputs)
@@ -331,7 +331,7 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
 
     # --- elements as they are --------------------------------------------------------------------------------------
 
-    def broadcast(self, tensors_: Tensors, opts: Any = None) -> ShmWork:
+    def broadcast(self, tensors_: Tensors, opts: Any = None) -> GroupWork:
         opts = opts or dist.BroadcastOptions()
         tensor = _single("broadcast", tensors_)
         tensors.check("broadcast", tensors_)
@@ -348,12 +348,12 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
 
         return self._issue("broadcast", body, move, tensors_, opts, tensors_)
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> ShmWork:
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
         source, targets = _single("allgather", inputs), _single("allgather", outputs)
         tensors.check_sizes("allgather", targets, self._shm_size, like=source)
         return self._all_gather("all_gather", [(targets, source)], targets, opts)
 
-    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> ShmWork:
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
         if len(outputs) != self._shm_size or any(len(each) != len(inputs) for each in outputs):
             raise RuntimeError(
                 f"allgather_coalesced: expected {self._shm_size} lists of {len(inputs)} tensors, one list per rank"
@@ -363,13 +363,13 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
             tensors.check_sizes("allgather_coalesced", targets, self._shm_size, like=source)
         return self._all_gather("all_gather_coalesced", pairs, [t for each in outputs for t in each], opts)
 
-    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> ShmWork:
+    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> GroupWork:
         pair = self._split("all_gather_single", output, source), source
         return self._all_gather("all_gather_single", [pair], [output], opts)
 
     _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ShmWork:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         name = "all_gather_coalesced"
         pairs = [(self._split(name, out, each), each) for out, each in zip(outputs, inputs, strict=True)]
         return self._all_gather(name, pairs, outputs, opts)
@@ -378,7 +378,7 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
 
     def _all_gather(
         self, name: str, pairs: list[tuple[Tensors, torch.Tensor]], result: list[Any], opts: Any
-    ) -> ShmWork:
+    ) -> GroupWork:
         inputs = [source for _, source in pairs]
         tensors.check(name, inputs)
         body = fingerprint.take(
@@ -395,7 +395,7 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
 
         return self._issue(name, body, move, result, opts or _AllgatherOptions(), inputs)
 
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> ShmWork:
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
         opts = opts or dist.GatherOptions()
         source = _single("gather", inputs)
         tensors.check("gather", inputs)
@@ -415,7 +415,7 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
         for target, flat in zip(targets, flats, strict=True):
             tensors.restore(target, flat)
 
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> ShmWork:
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> GroupWork:
         opts = opts or dist.ScatterOptions()
         output = _single("scatter", outputs)
         tensors.check("scatter", outputs)
@@ -430,7 +430,7 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
 
         return self._issue("scatter", body, move, outputs, opts, sources)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> ShmWork:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         for name, list_ in (("output", outputs), ("input", inputs)):
             if len(list_) != self._shm_size:
                 raise RuntimeError(f"alltoall: expected {self._shm_size} {name} tensors, got {len(list_)}")
@@ -452,7 +452,7 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
         output_splits: Sequence[int],
         input_splits: Sequence[int],
         opts: Any = None,
-    ) -> ShmWork:
+    ) -> GroupWork:
         tensors.check("all_to_all_single", [output, source], dtype=source.dtype)
         output_counts = _counts(output, output_splits, self._shm_size)
         input_counts = _counts(source, input_splits, self._shm_size)
@@ -468,24 +468,24 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
 
     alltoall_base = all_to_all_single
 
-    def barrier(self, opts: Any = None) -> ShmWork:
+    def barrier(self, opts: Any = None) -> GroupWork:
         return self._issue("barrier", fingerprint.take("barrier"), _barrier, [], opts or dist.BarrierOptions(), [])
 
     # --- between two ranks -----------------------------------------------------------------------------------------
 
-    def send(self, tensors_: Tensors, to: int, tag: int = 0) -> ShmWork:
+    def send(self, tensors_: Tensors, to: int, tag: int = 0) -> GroupWork:
         tensor = self._message("send", tensors_)
         self._partner("send", to)
         with _recorded("send", tensors_):
             return self._shm_group.engine.send(tensor, to=to, tag=tag, timeout=self._shm_group.timeout)
 
-    def recv(self, tensors_: Tensors, source: int, tag: int = 0) -> ShmWork:
+    def recv(self, tensors_: Tensors, source: int, tag: int = 0) -> GroupWork:
         tensor = self._message("recv", tensors_)
         self._partner("recv", source)
         with _recorded("recv", tensors_):
             return self._shm_group.engine.receive(tensor, source=source, tag=tag, timeout=self._shm_group.timeout)
 
-    def recv_anysource(self, tensors_: Tensors, tag: int = 0) -> ShmWork:
+    def recv_anysource(self, tensors_: Tensors, tag: int = 0) -> GroupWork:
         tensor = self._message("recv_anysource", tensors_)
         with _recorded("recvAnySource", tensors_):  # (as gloo calls it)
             return self._shm_group.engine.receive(tensor, source=None, tag=tag, timeout=self._shm_group.timeout)
@@ -504,7 +504,7 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
 
     # --- what several have in common -------------------------------------------------------------------------------
 
-    def _issue(self, name: str, body: bytes, move: Move, result: list[Any], opts: Any, inputs: Tensors) -> ShmWork:
+    def _issue(self, name: str, body: bytes, move: Move, result: list[Any], opts: Any, inputs: Tensors) -> GroupWork:
         """**Collective.** Issue a collective with the time limit of ``opts``, or the group's.
 
         Args:
@@ -556,7 +556,10 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
 
 
 def _recorded(name: str, inputs: Tensors) -> AbstractContextManager[None]:
-    """Return a context that the profiler shows as ``shm:name``, with the sizes of ``inputs``, while it records."""
+    """Return a context that the profiler shows as ``shm:name``, with the sizes of ``inputs``, while it records.
+
+    (So over every engine: tests and whoever reads profiles look for this name.)
+    """
     return _torch.recorded(f"shm:{name}", inputs) if _profiler_enabled() else nullcontext()
 
 

@@ -41,7 +41,7 @@ def restore(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 
 
 def check(name: str, tensors: Sequence[torch.Tensor], *, dtype: torch.dtype | None = None) -> None:
-    """Refuse what this backend can't move, as torch's own backends do.
+    """Refuse what the engines can't move, as torch's own backends do.
 
     Raises:
         NotImplementedError: a kind of tensor that no backend for the CPU takes here.
@@ -52,12 +52,12 @@ def check(name: str, tensors: Sequence[torch.Tensor], *, dtype: torch.dtype | No
             continue
         if tensor.device.type != "cpu":
             raise RuntimeError(
-                f'{name}: the backend "shm" moves CPU tensors, this one is on {tensor.device}; '
+                f"{name}: lockstep's backends move CPU tensors, this one is on {tensor.device}; "
                 'for GPUs use "nccl" (lockstep.init does by itself)'
             )
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise NotImplementedError(
-                f'{name}: the backend "shm" moves dense tensors here, not {tensor.layout} of {tensor.dtype}; '
+                f"{name}: lockstep's backends move dense tensors here, not {tensor.layout} of {tensor.dtype}; "
                 "a sparse COO tensor can be all-reduced with SUM, anything else: to_dense() first"
             )
         if dtype is not None and tensor.dtype is not dtype:

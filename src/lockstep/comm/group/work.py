@@ -38,10 +38,10 @@ _lock = threading.Lock()
 
 
 @_torch.untraced
-class ShmWork(dist.Work):
+class GroupWork(dist.Work):
     """One issued operation. It runs once, on whichever thread; any thread may wait for it.
 
-    Our names begin with ``shm_``: torch gives its class more names from version to version.
+    Our names begin with ``shm_``, after the first engine: torch gives its class more names from version to version.
     """
 
     _shm_error: BaseException | None = None
@@ -168,7 +168,7 @@ class Turns:
         #: tries to take it.
         self.lock = threading.Lock()
         #: Works that wait; the group's thread takes one out when it has the lock.
-        self.queue: deque[ShmWork] = deque()
+        self.queue: deque[GroupWork] = deque()
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         #: True while the group's thread has taken a work out and has not reached its callbacks.
@@ -177,7 +177,7 @@ class Turns:
         self._in_callbacks: int | None = None
         self._closing = False
 
-    def put(self, work: ShmWork) -> None:
+    def put(self, work: GroupWork) -> None:
         """Run ``work`` after everything issued before; if a callback issues it, at once: see Note [Callbacks]."""
         if self._in_callbacks == threading.get_ident():
             work.shm_execute()
@@ -186,7 +186,7 @@ class Turns:
         with self._condition:
             self.queue.append(work)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name=f"shm-{self._name}", daemon=True)
+                self._thread = threading.Thread(target=self._loop, name=f"collectives-{self._name}", daemon=True)
                 self._thread.start()
             self._condition.notify_all()
 

@@ -36,7 +36,7 @@ from lockstep.comm.group.engine import Engine, Tensors
 from lockstep.comm.group.meeting import ApartError, say_and_hear
 from lockstep.comm.group.reduction import Reduction
 from lockstep.comm.group.tensors import part
-from lockstep.comm.group.work import ShmWork
+from lockstep.comm.group.work import GroupWork
 from lockstep.comm.hosts.between import EAGER, Between
 from lockstep.comm.hosts.grouping import Hosts
 from lockstep.comm.hosts.local import LocalEngine
@@ -322,11 +322,11 @@ class HostsEngine(Engine):
 
     # --- messages --------------------------------------------------------------------------------------------------
 
-    def send(self, tensor: torch.Tensor, *, to: int, tag: int, timeout: float) -> ShmWork:
+    def send(self, tensor: torch.Tensor, *, to: int, tag: int, timeout: float) -> GroupWork:
         """See :class:`Engine`."""
         return self._messages.send(tensor, to=to, tag=tag, timeout=timeout)
 
-    def receive(self, tensor: torch.Tensor, *, source: int | None, tag: int, timeout: float) -> ShmWork:
+    def receive(self, tensor: torch.Tensor, *, source: int | None, tag: int, timeout: float) -> GroupWork:
         """See :class:`Engine`."""
         return self._messages.receive(tensor, source=source, tag=tag, timeout=timeout)
 

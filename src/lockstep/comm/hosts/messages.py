@@ -22,7 +22,7 @@ from lockstep import _torch
 from lockstep.comm.group import tensors
 from lockstep.comm.group.engine import Engine
 from lockstep.comm.group.fingerprint import dtype_code, dtype_name, place
-from lockstep.comm.group.work import ShmWork
+from lockstep.comm.group.work import GroupWork
 from lockstep.comm.hosts.between import MAIL, Wait
 from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.job import flight
@@ -45,7 +45,7 @@ class Transport(Protocol):
 
 
 @_torch.untraced
-class RemoteMessage(ShmWork):
+class RemoteMessage(GroupWork):
     """A message in flight, which a thread of its own completes."""
 
     def __init__(self, name: str, tensor: torch.Tensor, limit: float) -> None:

@@ -11,7 +11,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, but
 from lockstep.comm.group import tensors
 from lockstep.comm.group.engine import SharedPart
 from lockstep.comm.group.meeting import Whereabouts
-from lockstep.comm.group.work import ShmWork
+from lockstep.comm.group.work import GroupWork
 from lockstep.comm.shm.collectives import VerbsInRounds
 from lockstep.comm.shm.health import Health
 from lockstep.comm.shm.p2p import Messages, empty_boxes
@@ -116,11 +116,11 @@ class MemoryEngine(VerbsInRounds):
 
     # --- messages, and memory --------------------------------------------------------------------------------------
 
-    def send(self, tensor: torch.Tensor, *, to: int, tag: int, timeout: float) -> ShmWork:
+    def send(self, tensor: torch.Tensor, *, to: int, tag: int, timeout: float) -> GroupWork:
         """See :class:`Engine`."""
         return self._mail().send(tensor, to=to, tag=tag, timeout=timeout)
 
-    def receive(self, tensor: torch.Tensor, *, source: int | None, tag: int, timeout: float) -> ShmWork:
+    def receive(self, tensor: torch.Tensor, *, source: int | None, tag: int, timeout: float) -> GroupWork:
         """See :class:`Engine`."""
         return self._mail().receive(tensor, source=source, tag=tag, timeout=timeout)
 

@@ -27,7 +27,7 @@ from lockstep import _torch
 from lockstep.comm.group import tensors
 from lockstep.comm.group.failures import again
 from lockstep.comm.group.fingerprint import dtype_code, dtype_name, place
-from lockstep.comm.group.work import ShmWork
+from lockstep.comm.group.work import GroupWork
 from lockstep.comm.shm import semaphore
 from lockstep.comm.shm.health import Health
 from lockstep.comm.shm.layout import MAIL_HEADER, MAIL_SLOTS, Layout
@@ -121,7 +121,7 @@ def empty_boxes(segment: Segment, layout: Layout, *, rank: int) -> None:
 
 
 @_torch.untraced
-class MessageWork(ShmWork):
+class MessageWork(GroupWork):
     """A send or a receive in flight."""
 
     def __init__(self, messages: Messages, name: str, timeout: float, result: list[Any]) -> None:

@@ -33,7 +33,7 @@ from lockstep.checkpoint.run_folder import OpenCheckpoint, OpenFile, run_folder
 from lockstep.checkpoint.safetensors import LENGTH, Header, TensorSpan, header_length, parse_header
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.errors import CheckpointCorrupt, CheckpointError
-from lockstep.text import which_ranks
+from lockstep.text import joined, which_ranks
 
 Result = TypeVar("Result")
 
@@ -90,7 +90,7 @@ def why_unsound(folder: PurePath, manifest: Manifest) -> str:
         words.append(f"holds values that are NaN or infinite, in {finite.in_words(manifest.not_finite)}")
     if manifest.apart is not None:
         words.append(f"holds the parameters of rank 0, from which those of {which_ranks(manifest.apart)} differed")
-    return f"{folder.name} {' and '.join(words)}" if words else ""
+    return f"{folder.name} {joined(words)}" if words else ""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from typing import Any
 from lockstep.job.page import NAMES, Phase
 from lockstep.job.trace import Event as Recorded
 from lockstep.job.trace import EventKind, RankTrace, WorkerBatch
+from lockstep.text import joined
 
 #: An event in the words of Chrome's trace format, its times in nanoseconds.
 Event = dict[str, Any]
@@ -448,4 +449,4 @@ def clock_between(
             known.append("what was measured when the machines met")
     if math.isinf(least) or math.isinf(most) or least > most:
         return Clock(by_wall, None, "the wall clocks, which may differ")
-    return Clock(round((least + most) / 2), math.ceil((most - least) / 2), " and ".join(known))
+    return Clock(round((least + most) / 2), math.ceil((most - least) / 2), joined(known))

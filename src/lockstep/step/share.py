@@ -62,6 +62,7 @@ from torch import Tensor
 from lockstep import callsite
 from lockstep.errors import LockstepError
 from lockstep.step.ahead import ReadAhead
+from lockstep.text import joined
 from lockstep.trees import leaves
 
 #: The number of a loader, the epoch, and the number of the batch in it, from 0.
@@ -609,7 +610,7 @@ class BatchesInHand:
         """
         contested = self._contested(of_backward=of_backward)
         if contested:
-            batches = " and ".join(f"{loader} ({share.words()})" for loader, share in contested)
+            batches = joined(f"{loader} ({share.words()})" for loader, share in contested)
             raise LockstepError(
                 f"rank {self._rank} of {self._world_size}: {what} meets batches of several sharded loaders whose "
                 f"shares weigh differently, so that no one weight makes the mean exact: {batches}. Give the loaders "

@@ -85,16 +85,16 @@ def test_options_about_averaged_gradients_are_refused() -> None:
 
 def test_an_outer_optimizer_must_have_what_it_was_given() -> None:
     anchors = [Parameter(torch.ones(2)), Parameter(torch.ones(3))]
-    outer = lockstep.LocalSteps().make_outer(anchors)
+    outer = lockstep.LocalSteps()._make_outer(anchors)
     assert {key: outer.defaults[key] for key in ("lr", "momentum", "nesterov")} == {
         "lr": 0.7,
         "momentum": 0.9,
         "nesterov": True,
     }
     with pytest.raises(TypeError, match="outer returned a list"):
-        lockstep.LocalSteps(outer=list).make_outer(anchors)  # type: ignore[arg-type]
+        lockstep.LocalSteps(outer=list)._make_outer(anchors)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has 1 parameters, and was given 2"):
-        lockstep.LocalSteps(outer=lambda params: torch.optim.SGD(params[:1])).make_outer(anchors)
+        lockstep.LocalSteps(outer=lambda params: torch.optim.SGD(params[:1]))._make_outer(anchors)
 
 
 class _Rank:

@@ -84,11 +84,11 @@ class LocalSteps:
         if not isinstance(self.overlap, bool):
             raise TypeError(f"overlap={self.overlap!r}: expected True or False")
 
-    def words(self) -> str:
+    def _words(self) -> str:
         """Return the options that must match on every rank; the outer optimizer is compared once it is made."""
         return f"LocalSteps(every={self.every}, compress={self.compress!r}, overlap={self.overlap})"
 
-    def make_outer(self, anchors: list[Parameter]) -> torch.optim.Optimizer:
+    def _make_outer(self, anchors: list[Parameter]) -> torch.optim.Optimizer:
         """Return the outer optimizer of ``anchors``.
 
         Raises:
@@ -134,7 +134,7 @@ class LocalRounds:
         self._params, self._names, self._group, self._channel = list(params), list(names), group, channel
         self._anchors = [_anchor_of(param) for param in params]
         #: See :class:`~lockstep.step.local_training.LocalTraining`.
-        self.outer = rule.make_outer(self._anchors)
+        self.outer = rule._make_outer(self._anchors)
         self._refuse_other_outer()
         self._exchange = self._new_exchange()
         #: Number of steps of this round that this rank has taken.

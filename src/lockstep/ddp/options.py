@@ -123,5 +123,5 @@ class ReplicaOptions:
         shared = {field.name: getattr(self, field.name) for field in fields(self)}
         del shared["find_unused_parameters"], shared["gradient_as_bucket_view"]
         shared["overlap"] = self.overlap is True  # over "shm" it decides the buckets' memory
-        shared["sync"] = "the average of every gradient" if self.sync is None else self.sync.words()
+        shared["sync"] = "the average of every gradient" if self.sync is None else self.sync._words()
         return shared

@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from lockstep.errors import PeerLost
@@ -75,7 +76,7 @@ class Outcome:
     #: The rank from whose debugger a user has ended the job, and its line; None: the job has not ended so.
     quit_by: tuple[int, str] | None = None
 
-    @property
+    @cached_property
     def first(self) -> Ending | None:
         """The rank that failed before the others, or None if none failed by itself."""
         return first_failure(self.endings)

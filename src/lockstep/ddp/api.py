@@ -135,7 +135,7 @@ def replicate(
     """
     _refuse_unknown(unknown)
     options = ReplicaOptions(
-        bucket_cap_mb=25.0 if bucket_cap_mb is None else bucket_cap_mb,
+        bucket_cap_mb=ReplicaOptions.bucket_cap_mb if bucket_cap_mb is None else bucket_cap_mb,
         first_bucket_mb=first_bucket_mb,
         broadcast_buffers=broadcast_buffers,
         find_unused_parameters=find_unused_parameters,

@@ -131,7 +131,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if broadcast_buffers is None or forward_sync_buffers is not None:
             broadcast_buffers = forward_sync_buffers is not False
         self._options = ReplicaOptions(
-            bucket_cap_mb=25.0 if bucket_cap_mb is None else bucket_cap_mb,
+            bucket_cap_mb=ReplicaOptions.bucket_cap_mb if bucket_cap_mb is None else bucket_cap_mb,
             broadcast_buffers=broadcast_buffers,
             find_unused_parameters=find_unused_parameters,
             check_finite=check_finite,

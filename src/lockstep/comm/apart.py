@@ -80,7 +80,7 @@ def note_replica(module: nn.Module, *, is_equal: bool) -> None:
 
 
 @dataclass
-class _Seen:
+class _FirstSteps:
     """What is known of an optimizer."""
 
     #: Ids of its parameters.
@@ -104,7 +104,7 @@ class Apart:
 
     def __init__(self, in_hand: BatchesInHand, *, rank: int, world_size: int) -> None:
         self._in_hand, self._rank, self._world_size = in_hand, rank, world_size
-        self._seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[Optimizer, _FirstSteps] = weakref.WeakKeyDictionary()
         #: The comparisons so far.
         self._count = 0
         #: True once a difference was told of: a program that makes optimizers again and again is told once.
@@ -131,7 +131,7 @@ class Apart:
         if self._steps >= _LOOKED_FOR and not is_needed:
             quiet(self)
 
-    def _look_at(self, optimizer: Optimizer) -> _Seen:
+    def _look_at(self, optimizer: Optimizer) -> _FirstSteps:
         held = frozenset(map(id, params_of(optimizer)))
         of_replicas = [
             is_equal
@@ -141,15 +141,16 @@ class Apart:
         is_compared = all(of_replicas) if of_replicas else self._in_hand.share is not None
         if any(held <= each.held for each in self._seen.values()):
             is_compared = False  # it has a part of another one's (ZeroRedundancyOptimizer), which steps it
-        return _Seen(held, bool(of_replicas), is_compared)
+        return _FirstSteps(held, bool(of_replicas), is_compared)
 
-    def _compare(self, optimizer: Optimizer, seen: _Seen) -> None:
+    def _compare(self, optimizer: Optimizer, seen: _FirstSteps) -> None:
         params = params_of(optimizer)
         if not dist.is_initialized():
             return  # the program has closed the group, and goes on with what it has
         if not all(type(param) in (Tensor, nn.Parameter) and param.layout == torch.strided for param in params):
             return  # parts of parameters, as DTensor has them
-        is_capturing = accelerator.capture_test({param.device for param in params})
+        devices = {param.device for param in params if not param.is_cpu}
+        is_capturing = accelerator.capture_test(devices) if devices else None
         if is_capturing is not None and is_capturing():
             return
         store = _torch.default_store()
@@ -166,7 +167,7 @@ class Apart:
         self._warn_of_difference(optimizer, seen, everyones)
 
     def _warn_of_difference(
-        self, optimizer: Optimizer, seen: _Seen, everyones: Sequence[list[tuple[list[int], str, str]]]
+        self, optimizer: Optimizer, seen: _FirstSteps, everyones: Sequence[list[tuple[list[int], str, str]]]
     ) -> None:
         if any([each[:2] for each in told] != [each[:2] for each in everyones[0]] for told in everyones):
             return  # the ranks have different models on purpose, or parts of one

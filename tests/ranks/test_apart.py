@@ -63,6 +63,15 @@ def _one_of_two_is_forgotten() -> None:
             optimizer.step()
 
 
+def _one_of_two_is_forgotten_in_one_optimizer() -> None:
+    body, head = lockstep.replicate(_model()), _model()
+    optimizer = _sgd(body, head)
+    for (inputs,) in _loader():
+        optimizer.zero_grad()
+        differentiate(head(body(inputs)).square().mean())
+        optimizer.step()
+
+
 def _by_hand() -> None:
     model = lockstep.replicate(_model())
     optimizer = _sgd(model)
@@ -122,7 +131,11 @@ def _warnings(train: Callable[[], None]) -> list[str]:
             _forgotten,
             "after 1 step of it: rank 0 differs from rank 1, in its parameter 0 of shape (6, 6) for example. No",
         ),
-        (_one_of_two_is_forgotten, "No replica has these parameters, so each rank trains a model of its own"),
+        (_one_of_two_is_forgotten, "No replica has that parameter, so each rank trains a model of its own"),
+        (
+            _one_of_two_is_forgotten_in_one_optimizer,
+            "in its parameter 4 of shape (6, 6) for example. No replica has that parameter",
+        ),
         (_by_hand, "Only gradients that loss.backward() brings are averaged, not those that torch.autograd.grad"),
         (_functional, "Only gradients that loss.backward() brings are averaged"),
         (_with_warmup, "after 9 steps of it"),

@@ -79,6 +79,12 @@ def note_replica(module: nn.Module, *, is_equal: bool) -> None:
     _replicas.append((weakref.ref(module), is_equal))
 
 
+def _of_replicas() -> list[tuple[frozenset[int], bool]]:
+    """Return the ids of each replica's parameters, and whether it is to be equal on all ranks."""
+    living = [(ref(), is_equal) for ref, is_equal in _replicas]
+    return [(frozenset(map(id, module.parameters())), equal) for module, equal in living if module is not None]
+
+
 @dataclass
 class _FirstSteps:
     """What is known of an optimizer."""
@@ -133,11 +139,7 @@ class Apart:
 
     def _look_at(self, optimizer: Optimizer) -> _FirstSteps:
         held = frozenset(map(id, params_of(optimizer)))
-        of_replicas = [
-            is_equal
-            for module, is_equal in ((ref(), is_equal) for ref, is_equal in _replicas)
-            if module is not None and any(id(param) in held for param in module.parameters())
-        ]
+        of_replicas = [is_equal for params, is_equal in _of_replicas() if params & held]
         is_compared = all(of_replicas) if of_replicas else self._in_hand.share is not None
         if any(held <= each.held for each in self._seen.values()):
             is_compared = False  # it has a part of another one's (ZeroRedundancyOptimizer), which steps it
@@ -164,10 +166,10 @@ class Apart:
             everyones = [json.loads(store.get(f"{key}/{rank}")) for rank in range(self._world_size)]
         except RuntimeError:
             return  # the rank that served the store has ended
-        self._warn_of_difference(optimizer, seen, everyones)
+        self._warn_of_difference(optimizer, seen.steps - 1, everyones)
 
     def _warn_of_difference(
-        self, optimizer: Optimizer, seen: _FirstSteps, everyones: Sequence[list[tuple[list[int], str, str]]]
+        self, optimizer: Optimizer, steps: int, everyones: Sequence[list[tuple[list[int], str, str]]]
     ) -> None:
         if any([each[:2] for each in told] != [each[:2] for each in everyones[0]] for told in everyones):
             return  # the ranks have different models on purpose, or parts of one
@@ -180,19 +182,21 @@ class Apart:
             for index, (one, two) in enumerate(zip(everyones[0], everyones[others[0]], strict=True))
             if one != two
         )
-        if seen.is_replicated:
+        differing = id(params_of(optimizer)[index])
+        if any(differing in params for params, _ in _of_replicas()):
             cure = (
                 "Only gradients that loss.backward() brings are averaged, not those that torch.autograd.grad or "
-                "torch.func.grad return: call backward(), or average them by param.grad = world.mean(grad)"
+                "torch.func.grad return: call backward(), or average them by param.grad = world.mean(grad). If they "
+                "come from backward(), look for what else the ranks do differently, such as a learning rate"
             )
         else:
             cure = (
-                "No replica has these parameters, so each rank trains a model of its own: wrap it by "
+                "No replica has that parameter, so each rank trains a model of its own: wrap it by "
                 "lockstep.replicate(model) before the first step. If the ranks' models are meant to differ, all is well"
             )
         callsite.warn(
             f"the parameters that {type(optimizer).__name__} steps are not the same on all ranks after "
-            f"{counted(seen.steps - 1, 'step')} of it: rank 0 differs from {which_ranks(others)}, in its parameter "
+            f"{counted(steps, 'step')} of it: rank 0 differs from {which_ranks(others)}, in its parameter "
             f"{index} of shape {tuple(shape)} for example. {cure}"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,6 +94,33 @@ def _leaves_alone() -> float:
     if w.rank == 0:
         lockstep.shutdown()
     return time.monotonic() - begun
+
+
+def _ends_without_the_stores_folder(folder: str) -> float:
+    """As where something tidies the folder for temporary files during a long run."""
+    import os
+    import shutil
+    import time
+
+    from lockstep import knobs
+
+    os.environ[knobs.STORE] = f"{folder}/store"
+    w = lockstep.init(timeout=120)
+    model = _trained(w.rank, "equal")
+    w.barrier()
+    if w.rank == 0:
+        shutil.rmtree(folder)
+    w.barrier()
+    begun = time.monotonic()
+    lockstep.shutdown()
+    del model
+    return time.monotonic() - begun
+
+
+@OVER_BOTH
+def test_no_rank_waits_for_a_store_whose_folder_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    assert max(run_ranks(_ends_without_the_stores_folder, 2, str(tmp_path / "job"))) < 60
 
 
 def test_no_rank_waits_for_another() -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import lockstep
 from lockstep import knobs
 from lockstep._proc import descendants
+from lockstep.launch.folders import JobFolder
 from lockstep.launch.returned import Returned, send
 from tests import warm
 from tests.launching import LIMIT, environment, gone_within, killed_afterwards, wait_for
@@ -425,7 +426,9 @@ def work(rank):
             model(batch).sum().backward()
             optimizer.step()
             if saved.step == 5:
-                open(f"trains-{rank}", "w").close()
+                with open(f"begins-{rank}", "w") as file:
+                    file.write(f"{os.getpid()} {os.environ['LOCKSTEP_JOB_DIR']}")
+                os.rename(f"begins-{rank}", f"trains-{rank}")
 
 def leave(signum, frame):
     sys.exit(3)
@@ -479,6 +482,28 @@ def test_ranks_save_before_they_end_with_their_caller(
     told = f"lockstep: stopped by {signum.name}; saved at step {int(saved.name[5:])} in {saved}"
     assert (told in err.splitlines()) == (how != "handles" and waits), err
     assert err.count("KeyboardInterrupt") == (signum == signal.SIGINT), err
+
+
+def test_another_job_that_starts_leaves_the_folder_of_ranks_that_save(tmp_path: Path) -> None:
+    """Their caller was killed, and they meet at a file in that folder as they leave."""
+    (tmp_path / "main.py").write_text(_SAVES)
+    with warm.Process(["main.py", "waits"], cwd=tmp_path, env=environment(tmp_path, torch=True)) as process:
+        marks = [tmp_path / f"trains-{rank}" for rank in range(2)]
+        wait_for(lambda: all(mark.exists() for mark in marks), "the training")
+        everyone = descendants(process.pid)
+        with killed_afterwards(everyone):
+            ranks, folders = zip(*(mark.read_text().split() for mark in marks), strict=True)
+            for rank in ranks:
+                os.kill(int(rank), signal.SIGSTOP)
+            process.kill()
+            process.wait(LIMIT)
+            JobFolder().remove()
+            assert Path(folders[0]).is_dir()
+            for rank in ranks:
+                os.kill(int(rank), signal.SIGCONT)
+            wait_for(lambda: gone_within(everyone, 0.0) == [], "the end of the ranks")
+    assert not Path(folders[0]).exists()
+    assert len([*(tmp_path / "run").glob("step-*")]) == 1
 
 
 _STAYS = """

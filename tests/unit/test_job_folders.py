@@ -20,7 +20,7 @@ import pytest
 
 from lockstep.errors import LaunchError
 from lockstep.job.workers import AtWork, processes
-from lockstep.launch.folders import JobFolder
+from lockstep.launch.folders import JobFolder, hold
 from tests.launching import LIMIT
 
 _WORKER = "import sys; from lockstep.job.workers import AtWork; AtWork(sys.argv[1], rank=0, name='0-1').note(7)"
@@ -127,17 +127,30 @@ def test_what_that_process_opens_and_closes_meanwhile_keeps_nothing(home: Path, 
             other.kill()
 
 
-def test_a_folder_that_is_held_stays(home: Path, piece: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("how", [fcntl.LOCK_SH, fcntl.LOCK_EX], ids=["by-its-job", "by-who-removes-it"])
+def test_a_folder_that_is_held_stays(how: int, home: Path, piece: Callable[..., Path]) -> None:
     folder, dead = _left_by_a_dead_job(home)
     left, held = piece(dead), os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        fcntl.flock(held, how)
         made = JobFolder()
         assert folder.exists()
         assert left.exists()
         made.remove()
     finally:
         os.close(held)
+
+
+def test_a_folder_is_held_by_its_maker_and_by_others_beside(home: Path) -> None:
+    made = JobFolder()
+    beside = hold(made.path, fcntl.LOCK_SH | fcntl.LOCK_NB)  # as the zygote does
+    assert beside is not None
+    os.close(made._lock)  # the maker was killed
+    JobFolder().remove()
+    assert Path(made.path).is_dir()
+    os.close(beside)
+    JobFolder().remove()
+    assert list(home.iterdir()) == []
 
 
 def test_folders_that_other_jobs_remove_meanwhile(home: Path) -> None:

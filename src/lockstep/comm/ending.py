@@ -2,19 +2,20 @@
 
 A rank that waited at its exit for another one might wait for ever. So each leaves its digests in the process group's
 store, and then looks whether all ranks have: the last one finds everything there and compares. If the store is gone by
-then (its rank has ended first), nothing is compared.
+then (its rank has ended first, or its folder was removed), nothing is compared.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
-from lockstep import _torch, callsite
+from lockstep import _torch, callsite, knobs
 from lockstep.text import which_ranks
 
 
@@ -64,7 +65,9 @@ def compare() -> None:
     world_size = dist.get_world_size()
     if world_size == 1 or not told:
         return
-    store = _torch.default_store()
+    store = store_that_is_there()
+    if store is None:
+        return
     try:
         store.set(_key(dist.get_rank()), json.dumps(told))
         if not store.check([_key(rank) for rank in range(world_size)]):
@@ -74,6 +77,15 @@ def compare() -> None:
         return  # the rank that served the store has ended
     for number in sorted(told):
         _warn_of_difference([each.get(str(number)) for each in everyones])
+
+
+def store_that_is_there() -> Any:
+    """Return the default group's store; None: it is a file whose folder is gone, and torch would wait for that to come
+    back for as long as for a rank."""
+    path = knobs.store()
+    if path is not None and not os.path.isdir(os.path.dirname(path)):
+        return None
+    return _torch.default_store()
 
 
 def _warn_of_difference(told: Sequence[Any]) -> None:

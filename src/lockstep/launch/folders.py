@@ -4,8 +4,9 @@ Note [Abandoned folders]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 Launcher and zygote remove the folder, whichever is there in the end. If both are killed at once the folder stays, so
 each job looks for folders whose lock no process holds any more, and removes what the loader workers noted in them have
-left in /dev/shm, then the folder. A folder is held by a lock (``flock``) that goes with its owner. The maker of a
-folder looks again once it holds the lock: another job may have found it in between, and removed it.
+left in /dev/shm, then the folder. Launcher and zygote both hold a lock on it (``flock``, shared), which goes with the
+process: where the launcher alone is killed, ranks may be saving still. The maker of a folder looks again once it holds
+the lock: another job may have found it in between, and removed it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class JobFolder:
         self.path = tempfile.mkdtemp(prefix=_PREFIX)
         with contextlib.ExitStack() as undo:
             undo.callback(shutil.rmtree, self.path, ignore_errors=True)
-            lock = hold(self.path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = hold(self.path, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if lock is None:
                 return False
             undo.pop_all()

@@ -13,6 +13,7 @@ it waits in one loop without a thread.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import selectors
 import shutil
@@ -43,6 +44,7 @@ from lockstep.launch.channel import (
     Signal,
     Started,
 )
+from lockstep.launch.folders import hold
 from lockstep.launch.processes import SAVE, STOPPING, SignalQueue, ignored
 
 #: Seconds that processes which outlived their rank have to leave by themselves.
@@ -68,6 +70,7 @@ def main(control: int, folder: str, modules: list[str]) -> None:
     signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, SAVE))
     processes.become_subreaper()
+    lock = hold(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)  # None: the launcher is gone already, as the channel tells next
     channel: Channel[Request] = Channel(socket.socket(fileno=control), Request.__args__)
     try:
         preload.load(modules)
@@ -75,7 +78,7 @@ def main(control: int, folder: str, modules: list[str]) -> None:
         with contextlib.suppress(OSError):
             channel.send(Broken(traceback.format_exc()))
         os._exit(1)
-    task = _Zygote(channel, folder, shielded).serve()
+    task = _Zygote(channel, folder, lock, shielded).serve()
     if task is None:
         os._exit(0)  # nothing here needs torch's teardown, which takes a third of a second
     if knobs.preload() is None:
@@ -84,9 +87,11 @@ def main(control: int, folder: str, modules: list[str]) -> None:
 
 
 class _Zygote:
-    def __init__(self, channel: Channel[Request], folder: str, shielded: frozenset[signal.Signals]) -> None:
+    def __init__(
+        self, channel: Channel[Request], folder: str, lock: int | None, shielded: frozenset[signal.Signals]
+    ) -> None:
         self._channel = channel
-        self._folder = folder
+        self._folder, self._lock = folder, lock
         self._shielded = shielded
         self._ranks: dict[int, int] = {}  # pid -> rank
         #: Seconds that ranks have to save should the launcher be gone.
@@ -203,6 +208,8 @@ class _Zygote:
         self._deaths.close()
         self._channel.close()
         os.close(self._launcher)
+        if self._lock is not None:
+            os.close(self._lock)
         for _, fds in self._requests:
             for fd in fds:
                 os.close(fd)

@@ -70,7 +70,6 @@ def main(control: int, folder: str, modules: list[str]) -> None:
     signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, SAVE))
     processes.become_subreaper()
-    lock = hold(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)  # None: the launcher is gone already, as the channel tells next
     channel: Channel[Request] = Channel(socket.socket(fileno=control), Request.__args__)
     try:
         preload.load(modules)
@@ -78,7 +77,7 @@ def main(control: int, folder: str, modules: list[str]) -> None:
         with contextlib.suppress(OSError):
             channel.send(Broken(traceback.format_exc()))
         os._exit(1)
-    task = _Zygote(channel, folder, lock, shielded).serve()
+    task = _Zygote(channel, folder, shielded).serve()
     if task is None:
         os._exit(0)  # nothing here needs torch's teardown, which takes a third of a second
     if knobs.preload() is None:
@@ -87,11 +86,11 @@ def main(control: int, folder: str, modules: list[str]) -> None:
 
 
 class _Zygote:
-    def __init__(
-        self, channel: Channel[Request], folder: str, lock: int | None, shielded: frozenset[signal.Signals]
-    ) -> None:
+    def __init__(self, channel: Channel[Request], folder: str, shielded: frozenset[signal.Signals]) -> None:
         self._channel = channel
-        self._folder, self._lock = folder, lock
+        self._folder = folder
+        #: Holds the folder: Note [Abandoned folders] in folders.py. None: the launcher is gone, as the channel tells.
+        self._lock = hold(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self._shielded = shielded
         self._ranks: dict[int, int] = {}  # pid -> rank
         #: Seconds that ranks have to save should the launcher be gone.

@@ -21,7 +21,6 @@ from tests.ranks.ddp_cases import differentiate, squares
 
 pytestmark = EACH_BACKEND
 
-_APART = "are not the same on all ranks after "
 _UNEQUAL = "steps with a batch that the ranks have unequal shares of"
 
 

@@ -20,7 +20,6 @@ may be empty: the mean is not exact then, or NaN for good. It is warned of where
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from torch.optim import Optimizer
 
 from lockstep import accelerator, callsite
 from lockstep.bits import hexdigest
-from lockstep.comm.ending import store_that_is_there
+from lockstep.comm.ending import left_by_all
 from lockstep.step import slicing
 from lockstep.step.share import BatchesInHand
 from lockstep.step.stepping import alert, params_of, quiet, watch_steps
@@ -156,20 +155,12 @@ class Apart:
         is_capturing = accelerator.capture_test(devices) if devices else None
         if is_capturing is not None and is_capturing():
             return
-        store = store_that_is_there()
-        if store is None:
-            return
         told = [[[*param.shape], str(param.dtype), hexdigest(param, _MOST_BYTES)] for param in params]
         key = f"lockstep/apart/{self._count}"
         self._count += 1
-        try:
-            store.set(f"{key}/{self._rank}", json.dumps(told))
-            if store.add(key, 1) < self._world_size:
-                return  # another rank comes later
-            everyones = [json.loads(store.get(f"{key}/{rank}")) for rank in range(self._world_size)]
-        except RuntimeError:
-            return  # the rank that served the store has ended
-        self._warn_of_difference(optimizer, seen.steps - 1, everyones)
+        everyones = left_by_all(key, told)
+        if everyones is not None:
+            self._warn_of_difference(optimizer, seen.steps - 1, everyones)
 
     def _warn_of_difference(
         self, optimizer: Optimizer, steps: int, everyones: Sequence[list[tuple[list[int], str, str]]]

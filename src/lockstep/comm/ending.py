@@ -1,8 +1,8 @@
 """Compare the ranks' replicas at the end of a job: the last rank to leave compares, and no rank waits.
 
 A rank that waited at its exit for another one might wait for ever. So each leaves its digests in the process group's
-store, and then looks whether all ranks have: the last one finds everything there and compares. If the store is gone by
-then (its rank has ended first, or its folder was removed), nothing is compared.
+store, and the last one to do so finds everything there and compares. If the store is gone by then (its rank has ended
+first, or its folder was removed), nothing is compared.
 """
 
 from __future__ import annotations
@@ -65,27 +65,35 @@ def compare() -> None:
     world_size = dist.get_world_size()
     if world_size == 1 or not told:
         return
-    store = store_that_is_there()
-    if store is None:
+    everyones = left_by_all("lockstep/end", told)
+    if everyones is None:
         return
-    try:
-        store.set(_key(dist.get_rank()), json.dumps(told))
-        if not store.check([_key(rank) for rank in range(world_size)]):
-            return
-        everyones = [json.loads(store.get(_key(rank))) for rank in range(world_size)]
-    except RuntimeError:
-        return  # the rank that served the store has ended
     for number in sorted(told):
         _warn_of_difference([each.get(str(number)) for each in everyones])
 
 
-def store_that_is_there() -> Any:
-    """Return the default group's store; None: it is a file whose folder is gone, and torch would wait for that to come
-    back for as long as for a rank."""
-    path = knobs.store()
-    if path is not None and not os.path.isdir(os.path.dirname(path)):
+def left_by_all(key: str, told: object) -> list[Any] | None:
+    """Leave ``told``, in JSON types, for the other ranks. No rank waits.
+
+    Args:
+        key: names it in the process group's store; each rank leaves one thing under it.
+        told: what this rank tells.
+
+    Returns:
+        What the ranks have told, in order, on the rank that comes last; None: another one is to come, or the store has
+        gone with the rank that served it, or with its folder.
+    """
+    store_file = knobs.store()
+    if store_file is not None and not os.path.isdir(os.path.dirname(store_file)):
+        return None  # torch would wait for the folder as long as for a rank
+    rank, world_size, store = dist.get_rank(), dist.get_world_size(), _torch.default_store()
+    try:
+        store.set(f"{key}/{rank}", json.dumps(told))
+        if store.add(key, 1) != world_size:
+            return None
+        return [json.loads(store.get(f"{key}/{each}")) for each in range(world_size)]
+    except RuntimeError:
         return None
-    return _torch.default_store()
 
 
 def _warn_of_difference(told: Sequence[Any]) -> None:
@@ -102,7 +110,3 @@ def _warn_of_difference(told: Sequence[Any]) -> None:
         "weights, loaded on rank 0), nothing is wrong; otherwise the ranks have trained different models from some "
         "step on. compare_every= of lockstep.replicate compares more often while they train"
     )
-
-
-def _key(rank: int) -> str:
-    return f"lockstep/end/{rank}"

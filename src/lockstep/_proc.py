@@ -139,16 +139,18 @@ def children(pid: int) -> list[int]:
 
 def catches(pid: int, signum: int) -> bool:
     """Return whether a process has its own handler for a signal; without a handler, the signal may end it."""
-    return _has_signal(pid, "SigCgt:", signum)
+    return has_signal(pid, "SigCgt:", signum)
 
 
 def ignores(pid: int, signum: int) -> bool:
     """Return whether a process ignores a signal."""
-    return _has_signal(pid, "SigIgn:", signum)
+    return has_signal(pid, "SigIgn:", signum)
 
 
-def _has_signal(pid: int, mask: str, signum: int) -> bool:
-    for line in read(pid, "status").splitlines():
+def has_signal(pid: int, mask: str, signum: int, *, thread: int | None = None) -> bool:
+    """Return whether a signal is in one of the kernel's masks of a process (``SigCgt:``), or of one of its threads
+    (``SigPnd:``, ``SigBlk:``)."""
+    for line in read(pid, "status" if thread is None else f"task/{thread}/status").splitlines():
         if line.startswith(mask):
             return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
     return False

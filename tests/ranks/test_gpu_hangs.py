@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import Running, start
+from lockstep import _proc
+from lockstep.job.page import STACK_SIGNAL
+from lockstep.launch.processes import signal_thread
+from tests.launching import Running, run, start, wait_for
 
 pytestmark = [pytest.mark.gpu(2), pytest.mark.timeout(300)]
 
@@ -147,6 +150,50 @@ def test_a_stopped_rank_is_named_while_another_waits_for_its_device(gpus: str, t
         done = job.finish()
     _require_named(report)
     assert report[-1].startswith(f"next: kill -CONT {found[1]} resumes rank 1")
+    assert done.code == 0, done
+
+
+_TRAINS = """
+import os, torch, lockstep
+from torch import nn
+
+torch.set_num_threads(1)  # as above
+world = lockstep.init()
+model = lockstep.replicate(nn.Linear(4, 2).to(world.device))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+going_on = True
+while going_on:
+    loss = model(torch.ones(8, 4, device=world.device)).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if not os.path.exists(f"trains{world.rank}"):
+        with open(f"trains{world.rank}", "w") as file:
+            file.write(f"{os.getpid()}\\n")
+    going_on = world.all(not os.path.exists("enough"))  # for all ranks at the same step
+"""
+
+
+def test_a_rank_that_was_asked_for_its_stack_while_it_was_stopped_lives(gpus: str, tmp_path: Path) -> None:  # noqa: ARG001
+    """One that wrote the stacks of all threads in one handler did not live through twenty."""
+    (tmp_path / "train.py").write_text(_TRAINS)
+    pids = [tmp_path / f"trains{rank}" for rank in range(2)]
+    with start(["lockstep", "run", "-n", "2", "train.py"], tmp_path, torch=True) as job:
+        wait_for(lambda: all(each.exists() and each.read_text().endswith("\n") for each in pids), "their first steps")
+        ranks = [int(each.read_text()) for each in pids]
+        for number in range(200):
+            rank = ranks[number % 2]
+            os.kill(rank, signal.SIGSTOP)
+            signal_thread(rank, rank, STACK_SIGNAL)
+            os.kill(rank, signal.SIGCONT)
+            wait_for(
+                lambda rank=rank: not _proc.has_signal(rank, "SigPnd:", STACK_SIGNAL, thread=rank),  # type: ignore[misc]
+                f"the answer to question {number}",
+            )
+        told = run(["lockstep", "runs", "stack"], tmp_path)
+        (tmp_path / "enough").touch()
+        done = job.finish()
+    assert told.out.count("Main thread (most recent call first):") == 2, told
     assert done.code == 0, done
 
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +22,10 @@ import torch
 
 import lockstep.comm.world
 from lockstep import _proc
+from lockstep.job import flight
 from lockstep.job.files import JobFiles
 from lockstep.job.hang import HangKind, HangVerdict, Standstill
-from lockstep.job.page import STACK_SIGNAL, Pages, Phase
+from lockstep.job.page import STACK_SIGNAL, Look, Pages, Phase
 from lockstep.launch import evidence, lateness
 from lockstep.launch.evidence import Frame, Stillness
 from lockstep.launch.hangs import HangWatch
@@ -34,16 +35,15 @@ from tests.launching import wait_for
 from tests.unit.test_job_hang import NOW, _look
 
 _DUMP = """\
-Thread 0x00007f0000000001 (most recent call first):
-  File "/usr/lib/python3.11/threading.py", line 324 in wait
-
-Current thread 0x00007f0000000002 (most recent call first):
+Stack (most recent call first):
   File "/site-packages/torch/distributed/distributed_c10d.py", line 4165 in barrier
   File "/home/me/train.py", line 12 in evaluate
   File "/home/me/train.py", line 40 in <module>
   File "/site-packages/lockstep/launch/rank.py", line 150 in _run_script
   File "/site-packages/lockstep/launch/zygote.py", line 60 in main
   File "<string>", line 6 in <module>
+Stack (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
 """
 
 
@@ -64,9 +64,7 @@ def test_a_stack_ends_above_what_pytest_does() -> None:
         "/site-packages/pluggy/_callers.py",
         "/site-packages/lockstep/launch/rank.py",
     ]
-    text = "Current thread 0x1 (most recent call first):\n" + "".join(
-        f'  File "{file}", line 1 in f\n' for file in lines
-    )
+    text = "Stack (most recent call first):\n" + "".join(f'  File "{file}", line 1 in f\n' for file in lines)
     found = evidence.parse_stack(text)
     assert found is not None
     assert [frame.file for frame in found.frames] == ["a.py"]
@@ -349,25 +347,37 @@ def test_ranks_that_all_wait_are_told_apart_and_from_other_machines() -> None:
 class _Dumps:
     """Writes its thread's stack when the garbage collector finds it."""
 
-    def __init__(self, file: TextIO) -> None:
-        self.itself, self._file = self, file
+    def __init__(self, file: TextIO, look: Callable[[], None]) -> None:
+        self.itself, self._file, self._look = self, file, look
 
     def __del__(self) -> None:
-        faulthandler.dump_traceback(self._file)
+        self._look()
+        faulthandler.dump_traceback(self._file, all_threads=False)
 
 
-def test_a_rank_in_the_garbage_collector_is_named_so_and_keeps_its_stack(tmp_path: Path) -> None:
-    with open(tmp_path / "stack", "w") as file:
-        _Dumps(file)
-        gc.collect()
+def test_a_rank_in_the_garbage_collector_is_named_so_and_keeps_its_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Look] = []
+    with closing(Pages(tmp_path, 1)) as pages, open(tmp_path / "stack", "w") as file, pages.page(0) as page:
+        own = flight.Flight(page)
+        monkeypatch.setattr(flight, "current", own)
+        gc.callbacks.append(flight._collects)
+        try:
+            _Dumps(file, lambda: looks.append(pages.look(0)))
+            gc.collect()
+        finally:
+            gc.callbacks.remove(flight._collects)
+        looks.append(pages.look(0))
+        own._cells.release()
     stack = evidence.parse_stack((tmp_path / "stack").read_text())
     assert stack is not None
-    assert stack.collects
+    assert [look.collects for look in looks] == [True, False]
     assert [frame.name for frame in stack.frames[:2]] == [
         "__del__",
         "test_a_rank_in_the_garbage_collector_is_named_so_and_keeps_its_stack",
     ]
-    late = _known(1, stack=stack)
+    late = _known(1, look=looks[0], stack=stack)
     text = lateness.describe_late(HangVerdict(HangKind.LATE, (1,), (), NOW - 7), {1: late}, now=NOW, world_size=2)
     assert "  Python's garbage collector is running" in text
     assert text.splitlines()[-1].startswith("next: call gc.freeze() ")
@@ -483,7 +493,7 @@ def test_a_rank_that_is_locked_stays_so_while_it_answers(tmp_path: Path) -> None
     answers = """
 import faulthandler, signal
 def answer(*_):
-    faulthandler.dump_traceback(stacks)
+    faulthandler.dump_traceback(stacks, all_threads=False)
     while True:
         pass
 stacks = open(os.path.join(sys.argv[1], "stack-1"), "a")

@@ -394,6 +394,10 @@ def test_of_a_crash_that_python_has_shown_the_users_lines_are_repeated(tmp_path:
     ]
     log.write_text("Fatal Python error: none that it has shown\nlast\n")
     assert "  last" in describe(_outcome(Ending(crashed.state, None, log=log)))
+    log.write_text(f"step 9\nFatal Python error: Segmentation fault\n\n\nExtension modules: {modules} (total: 300)\n")
+    lines = describe(_outcome(Ending(crashed.state, None, log=log))).splitlines()
+    begin = lines.index("  step 9")
+    assert lines[begin + 1 : begin + 3] == ["  Fatal Python error: Segmentation fault", f"rank 1's log: {log}"]
 
 
 def test_a_crash_that_a_rank_has_left_in_its_folder_names_the_users_line() -> None:

@@ -72,7 +72,7 @@ def test_a_dump_has_the_report_and_what_each_rank_has_answered(tmp_path: Path) -
     files.stack(0).write_text("an old stack\nThread 0x1:\n  File train.py\n")
     files.stack(1).write_text("an old stack\n")
     reported = _reported(10.0, r0=13, r1=13, r2=0)
-    folder = dump(tmp_path, reported, files)
+    folder = dump(tmp_path, reported, files, {0: None, 1: None, 2: None})
     assert folder == tmp_path / "hang-1"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     found = {path.name: path.read_text() for path in folder.iterdir()}
@@ -83,7 +83,7 @@ def test_a_dump_has_the_report_and_what_each_rank_has_answered(tmp_path: Path) -
         "stacks-rank2.txt": "rank 2 has not answered: it is stopped, leaving, or has not begun\n",
     }
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
-    assert dump(tmp_path, reported, files) == tmp_path / "hang-2"
+    assert dump(tmp_path, reported, files, {}) == tmp_path / "hang-2"
 
 
 def test_flight_recorders_are_asked_where_there_are_some(tmp_path: Path) -> None:

@@ -211,11 +211,11 @@ _background: set[int] = set()
 
 
 def take(folder: str | Path, *, rank: int, world_size: int) -> Flight:
-    """Make this process the writer of its rank's page; from now on STACK_SIGNAL asks it for its Python stacks, and a
-    crash in native code leaves them in the same file."""
+    """Make this process the writer of its rank's page; from now on STACK_SIGNAL asks a thread for its Python stack, and
+    a crash in native code leaves those of all threads in the same file."""
     pages = Pages(folder, world_size)
     stack = os.open(JobFiles(folder).stack(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)  # see launch/thread_stacks.py
     if not faulthandler.is_enabled():  # PYTHONFAULTHANDLER, or -X, has them written to standard error
         faulthandler.enable(file=stack, all_threads=True)
     if _collects not in gc.callbacks:

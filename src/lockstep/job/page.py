@@ -227,6 +227,8 @@ class Look:
     #: The rank's state in a debugger, and the line of the program.
     debugging: Debugging = Debugging.NONE
     debugged_at: str = ""
+    #: True while Python's garbage collector pauses the rank.
+    collects: bool = False
 
     @property
     def waits(self) -> bool:
@@ -335,6 +337,7 @@ class Pages:
             on_device=on_device,
             debugging=Debugging.of(self.get(rank, Cell.DEBUGGER)),
             debugged_at=debugged_at,
+            collects=bool(self.get(rank, Cell.COLLECTING)),
         )
 
     def close(self) -> None:

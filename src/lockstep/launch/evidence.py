@@ -216,8 +216,8 @@ def _sleep(pid: int, thread: int) -> _Sleep:
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
 #: What faulthandler begins with when a process crashes.
 CRASH = "Fatal Python error: "
-#: The line that faulthandler writes above the frames while the garbage collector runs.
-_COLLECTS = "  Garbage-collecting"
+#: What faulthandler writes above the frames of the thread that got the signal.
+STACK = "Stack (most recent call first):"
 #: lockstep's files of the launcher's frames below every rank's program, and of the zygote's start.
 _RUNNERS = ("launch/rank.py", "launch/zygote.py")
 #: Files of pytest's frames below a test or a fixture.
@@ -249,8 +249,6 @@ class Stack:
     """The main thread's frames, the innermost first, without the launcher's own."""
 
     frames: tuple[Frame, ...]
-    #: True if Python's garbage collector runs in the innermost frame.
-    collects: bool = False
 
     @property
     def in_collective(self) -> bool:
@@ -364,18 +362,12 @@ def read_crash(folder: Path, rank: int) -> str:
 
 
 def parse_stack(text: str) -> Stack | None:
-    """Return the stack of the thread that got the signal (the main one, unless the program blocks it), or None."""
-    _, found, after = text.partition("Current thread")
-    if not found:
-        _, found, after = text.partition("Thread")
+    """Return the first stack in what a rank has written, that of its main thread; None: there is none."""
+    _, found, after = text.partition(STACK)
     if not found:
         return None
     frames: list[Frame] = []
-    collects = False
     for line in after.splitlines()[1:]:
-        if line == _COLLECTS and not frames:
-            collects = True
-            continue
         match = _FRAME.match(line)
         if match is None:
             break
@@ -385,7 +377,7 @@ def parse_stack(text: str) -> Stack | None:
         for i, frame in enumerate(frames)
         if inside(frame.file, "lockstep") in _RUNNERS or (i and frame.file.endswith(_PYTEST))
     ]
-    return Stack(tuple(frames[: below[0]] if below else frames), collects)
+    return Stack(tuple(frames[: below[0]] if below else frames))
 
 
 # How often the kernel killed because memory ran out, by the counters of a memory cgroup (version 1 or 2) -------------

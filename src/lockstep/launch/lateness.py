@@ -80,7 +80,7 @@ def _what_to_do(verdict: HangVerdict, ranks: Mapping[int, Known]) -> str:
     for known in (ranks[rank] for rank in verdict.late):
         if known.facts is not None and known.facts.state == "T":
             return f"kill -CONT {known.pid} resumes rank {known.rank}"
-        if known.stack is not None and known.stack.collects:
+        if known.look.collects:
             return "call gc.freeze() once the model and the data are loaded, or gc.disable() if there are no cycles"
     return (
         "lockstep runs stack prints where every rank is now; put work that may take long into "
@@ -148,7 +148,7 @@ def describe_rank(known: Known, now: float | None) -> list[str]:
         lines.append(f"  in {_doing(known, now)}{_steps(look)}")
     if look.reason:
         lines.append(f"  inside lockstep.expect_slow({look.reason!r})")
-    if stack is not None and stack.collects:
+    if look.collects:
         lines.append("  Python's garbage collector is running")
     if stack is not None and stack.frames:
         lines.append("  its Python stack, the innermost line first:")

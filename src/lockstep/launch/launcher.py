@@ -210,7 +210,8 @@ class Attempt:
     def dump(self, reported: ReportedHang, home: Path) -> Path:
         """Keep the evidence of a hang in the folder of the run's logs; see :func:`~lockstep.launch.on_hang.dump`."""
         watchdog.ask_flight_recorders(self._files)
-        return dump(home, reported, self._files)
+        alive = {rank: state.pid for rank, state in self.policy.states.items() if state.exit_code is None}
+        return dump(home, reported, self._files, alive)
 
     def keep_flight_recorder(self, rank: int, folder: Callable[[], Path]) -> None:
         """Put the file that a rank's flight recorder has written, if it has, where it outlives the job.

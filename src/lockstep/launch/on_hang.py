@@ -19,6 +19,7 @@ from pathlib import Path
 from lockstep._files import write_whole
 from lockstep.job.files import JobFiles
 from lockstep.launch.hangs import ReportedHang
+from lockstep.launch.thread_stacks import whole_stacks
 
 #: Seconds that a report stands before the ranks are started again, where the user does not say.
 _SECONDS = 60.0
@@ -100,13 +101,15 @@ class HangResponse:
         return text
 
 
-def dump(home: Path, reported: ReportedHang, files: JobFiles) -> Path:
-    """Write the report, and the stacks of all threads of each rank of this machine at that time, into a new folder.
+def dump(home: Path, reported: ReportedHang, files: JobFiles, pids: Mapping[int, int | None]) -> Path:
+    """Write the report, and the stacks of all threads of each rank of this machine, into a new folder.
 
     Args:
         home: the folder of the run's logs.
         reported: the report.
-        files: of this start of the job; the ranks have written their stacks there when they were suspected.
+        files: of this start of the job; the ranks' main threads have written their stacks there when the ranks were
+            suspected, and the others are asked now.
+        pids: rank -> its process.
 
     Returns:
         The folder: ``hang-1``, then ``hang-2``, and so on.
@@ -116,8 +119,9 @@ def dump(home: Path, reported: ReportedHang, files: JobFiles) -> Path:
     """
     folder = _new_folder(home)
     write_whole(folder / "report.txt", reported.text + "\n")
-    for rank, text in _stacks(reported.stacks, files).items():
-        write_whole(folder / f"stacks-rank{rank}.txt", text + "\n")
+    for rank, text in whole_stacks(files, reported.stacks, pids).items():
+        told = text or f"rank {rank} has not answered: it is stopped, leaving, or has not begun"
+        write_whole(folder / f"stacks-rank{rank}.txt", told + "\n")
     return folder
 
 
@@ -131,16 +135,3 @@ def _new_folder(home: Path) -> Path:
             number += 1
         else:
             return folder
-
-
-def _stacks(begins: Mapping[int, int], files: JobFiles) -> dict[int, str]:
-    """Return what each rank has written after the byte at which its answer begins, or that it has not answered."""
-    found = {}
-    for rank, begin in begins.items():
-        text = ""
-        if files.stack(rank).exists():
-            with files.stack(rank).open("rb") as file:
-                file.seek(begin)
-                text = file.read().decode(errors="replace").strip()
-        found[rank] = text or f"rank {rank} has not answered: it is stopped, leaving, or has not begun"
-    return found

@@ -125,6 +125,30 @@ def no_process(error: OSError) -> str:
     return f"{error.strerror or error}" + (f"; {advice}" if advice else "")
 
 
+#: The number of the system call, where glibc (before 2.30) has no function for it.
+_TGKILL = {"x86_64": 234, "aarch64": 131, "ppc64le": 250, "s390x": 241}
+
+
+def signal_thread(pid: int, thread: int, signum: int) -> None:
+    """Send a signal to one thread of a process.
+
+    Args:
+        pid: the process.
+        thread: as /proc numbers it; ``pid`` is the main one.
+        signum: which signal.
+
+    Raises:
+        ProcessLookupError: there is no such process, or no such thread of it.
+    """
+    if hasattr(_libc, "tgkill"):
+        failed = _libc.tgkill(pid, thread, int(signum))
+    else:
+        failed = _libc.syscall(_TGKILL[os.uname().machine], pid, thread, int(signum))
+    if failed:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
 def _prctl(option: int, value: int) -> None:
     unused = ctypes.c_ulong(0)
     if _libc.prctl(ctypes.c_int(option), ctypes.c_ulong(value), unused, unused, unused) != 0:

@@ -25,6 +25,8 @@ from lockstep.text import counted, last_lines, which_ranks
 _BRIEF = 200
 #: Lines and bytes of a rank's last output that are repeated if it was not shown and nothing else explains the end.
 _LAST_LINES, _LAST_BYTES = 8, 2000
+#: What Python writes below such a stack: often thousands of characters, which tell nothing of the crash.
+_MODULES = re.compile(r"^Extension modules: .*$", re.MULTILINE)
 #: Bytes of it in which a stack is looked for that Python has written because of a crash.
 _STACK_BYTES = 32_000
 #: Stands for the rank that an error begins with.
@@ -373,7 +375,7 @@ def _last_lines(log: Path) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []  # the log is named all the same
-    lines = stack_of_crash(text) or last_lines(text[-_LAST_BYTES:], _LAST_LINES)
+    lines = stack_of_crash(text) or last_lines(_MODULES.sub("", text)[-_LAST_BYTES:], _LAST_LINES)
     return [f"  {line}" for line in lines]
 
 

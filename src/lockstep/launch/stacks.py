@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +11,8 @@ from lockstep.errors import LockstepError
 from lockstep.job.files import JobFiles
 from lockstep.job.page import STACK_SIGNAL, Cell, Mark, Pages, Phase
 from lockstep.launch.evidence import Answers
+from lockstep.launch.processes import signal_thread
+from lockstep.launch.thread_stacks import whole_stacks
 from lockstep.runs.history import Run
 from lockstep.text import which_ranks
 
@@ -40,38 +40,31 @@ def stacks_of(run: Run, rank: int | None) -> Iterator[tuple[int, int | None, str
     asked |= {number: pid for number, pid in chosen.items() if pid is not None and not silent[number]}
     while not answers.are_in(time.monotonic()):
         time.sleep(0.02)
+    found = whole_stacks(JobFiles(folder), answers.begins, asked)
     for number, pid in chosen.items():
-        yield number, pid, silent[number] or _answer(folder, number, pid, start=answers.begins[number])
+        yield number, pid, silent[number] or found[number] or _unanswered(pid)
 
 
 def _ask(folder: Path, rank: int, pid: int | None, *, world_size: int) -> str:
     """Ask a rank; return why that is not possible, or nothing."""
     if pid is None:
         return "it had no process when the others took their first step"
-    try:
-        process = os.pidfd_open(pid)  # unlike a process id, it never comes to mean another process
-    except ProcessLookupError:
+    if _proc.stat(pid) is None:
         return f"process {pid} has ended"
     try:
         if _is_leaving(folder, rank, world_size=world_size) or not _proc.catches(pid, STACK_SIGNAL):
             return f"process {pid} does not answer: it has not begun yet, or is leaving"
-        signal.pidfd_send_signal(process, STACK_SIGNAL)  # see Note [Asked while leaving] in processes.py
+        signal_thread(pid, pid, STACK_SIGNAL)  # see Note [Asked while leaving] in processes.py
     except (FileNotFoundError, ProcessLookupError):
         return f"process {pid} has ended"
-    finally:
-        os.close(process)
     return ""
 
 
-def _answer(folder: Path, rank: int, pid: int | None, *, start: int) -> str:
-    """Return what a rank has written since it was asked."""
-    try:
-        with JobFiles(folder).stack(rank).open("rb") as stacks:
-            stacks.seek(start)
-            text = stacks.read().decode(errors="replace").rstrip()
-    except FileNotFoundError:
+def _unanswered(pid: int | None) -> str:
+    """Say of a rank that was asked why it may have written nothing."""
+    if pid is None or _proc.stat(pid) is None:
         return f"process {pid} has ended"
-    return text or f"process {pid} has not answered: it may be stopped (kill -CONT {pid})"
+    return f"process {pid} has not answered: it may be stopped (kill -CONT {pid})"
 
 
 def _is_leaving(folder: Path, rank: int, *, world_size: int) -> bool:

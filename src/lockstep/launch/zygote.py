@@ -45,7 +45,7 @@ from lockstep.launch.channel import (
     Started,
 )
 from lockstep.launch.folders import hold
-from lockstep.launch.processes import SAVE, STOPPING, SignalQueue, ignored
+from lockstep.launch.processes import SAVE, STOPPING, SignalQueue, ignored, signal_thread
 
 #: Seconds that processes which outlived their rank have to leave by themselves.
 LEFTOVER_PATIENCE = 0.3
@@ -151,10 +151,13 @@ class _Zygote:
                 self._channel.send(Cleared())
             case Signal(ranks, signum):
                 pids = {number: pid for pid, number in self._ranks.items()}
-                for number in ranks:
-                    # Else it ended while the request was on its way, or listens no longer.
-                    if number in pids and (signum not in (SAVE, STACK_SIGNAL) or _proc.catches(pids[number], signum)):
-                        os.kill(pids[number], signum)
+                for pid in (pids[number] for number in ranks if number in pids):  # (others have ended meanwhile)
+                    if signum in (SAVE, STACK_SIGNAL) and not _proc.catches(pid, signum):
+                        continue  # it listens no longer
+                    if signum == STACK_SIGNAL:
+                        signal_thread(pid, pid, signum)  # see Note [Each thread for itself] in thread_stacks.py
+                    else:
+                        os.kill(pid, signum)
         return None
 
     def _fork(self, request: Fork, fds: list[int]) -> rank.Task | None:

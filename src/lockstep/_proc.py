@@ -139,21 +139,29 @@ def children(pid: int) -> list[int]:
 
 def catches(pid: int, signum: int) -> bool:
     """Return whether a process has its own handler for a signal; without a handler, the signal may end it."""
-    return has_signal(pid, "SigCgt:", signum)
+    return "SigCgt" in signal_sets(pid, signum)
 
 
 def ignores(pid: int, signum: int) -> bool:
     """Return whether a process ignores a signal."""
-    return has_signal(pid, "SigIgn:", signum)
+    return "SigIgn" in signal_sets(pid, signum)
 
 
-def has_signal(pid: int, mask: str, signum: int, *, thread: int | None = None) -> bool:
-    """Return whether a signal is in one of the kernel's masks of a process (``SigCgt:``), or of one of its threads
-    (``SigPnd:``, ``SigBlk:``)."""
-    for line in read(pid, "status" if thread is None else f"task/{thread}/status").splitlines():
-        if line.startswith(mask):
-            return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
-    return False
+def signal_sets(pid: int, signum: int, *, thread: int | None = None) -> set[str]:
+    """Return the names of the kernel's sets of signals that hold ``signum``.
+
+    Args:
+        pid: the process.
+        signum: the signal.
+        thread: the thread whose sets are meant; None: the main one.
+
+    Returns:
+        ``SigCgt``: the process has a handler for it; ``SigIgn``: it ignores it; ``SigBlk``: the thread blocks it;
+        ``SigPnd``: it waits for the thread; ``ShdPnd``: it waits for the process. Empty if there is no such thread.
+    """
+    lines = read(pid, f"task/{pid if thread is None else thread}/status").splitlines()
+    masks = (line.split() for line in lines if line.startswith(("Sig", "ShdPnd")) and "/" not in line)
+    return {name.removesuffix(":") for name, mask in masks if int(mask, 16) >> (signum - 1) & 1}
 
 
 def is_frozen(pid: int) -> bool:

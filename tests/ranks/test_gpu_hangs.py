@@ -187,7 +187,7 @@ def test_a_rank_that_was_asked_for_its_stack_while_it_was_stopped_lives(gpus: st
             signal_thread(rank, rank, STACK_SIGNAL)
             os.kill(rank, signal.SIGCONT)
             wait_for(
-                lambda rank=rank: not _proc.has_signal(rank, "SigPnd:", STACK_SIGNAL, thread=rank),  # type: ignore[misc]
+                lambda rank=rank: "SigPnd" not in _proc.signal_sets(rank, STACK_SIGNAL),  # type: ignore[misc]
                 f"the answer to question {number}",
             )
         told = run(["lockstep", "runs", "stack"], tmp_path)

@@ -71,6 +71,11 @@ def test_pauses_of_the_garbage_collector_are_counted_and_move_no_mark(own: Fligh
     assert pages.get(1, Cell.MARK) == mark
     own.collects(begins=False)
     assert pages.get(1, Cell.COLLECTIONS) == 3, "one that began before anybody looked"
+    flight._collects("start", {"generation": 0})
+    assert pages.look(1).collects, "also one of the youngest generation, whose finalizers may hang"
+    flight._collects("stop", {"generation": 0})
+    assert not pages.look(1).collects
+    assert pages.get(1, Cell.COLLECTIONS) == 3
 
 
 def test_sending_gradients_belongs_to_the_backward(own: Flight, pages: Pages) -> None:

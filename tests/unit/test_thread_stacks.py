@@ -17,8 +17,9 @@ import pytest
 from lockstep import _proc
 from lockstep.job.files import JobFiles
 from lockstep.job.page import STACK_SIGNAL
-from lockstep.launch.evidence import parse_stack, stack_size
-from lockstep.launch.processes import signal_thread
+from lockstep.launch import thread_stacks
+from lockstep.launch.evidence import STACK, parse_stack, stack_size
+from lockstep.launch.processes import ask_for_stack, signal_thread
 from lockstep.launch.thread_stacks import whole_stacks
 from tests.launching import wait_for
 
@@ -91,7 +92,7 @@ def test_each_thread_with_python_writes_its_own_stack_below_its_name(tmp_path: P
     files = JobFiles(tmp_path)
     with _rank(tmp_path, _MANY) as pid:
         begin = _ask(pid, files)
-        found = whole_stacks(files, {0: begin, 1: 0}, {0: pid, 1: pid})
+        found = whole_stacks(files, {0: begin, 1: 0}, {0: pid, 1: pid}, limit=60.0)
         assert len(_proc.threads(pid)) >= 5
         threads = {str(each) for each in _proc.threads(pid)} - {str(pid)}
     assert found[1] == "", "a rank that has not answered"
@@ -122,7 +123,7 @@ def test_a_rank_whose_threads_are_busy_survives_a_thousand_questions(
             signal_thread(pid, pid, STACK_SIGNAL)
             if is_stopped:
                 os.kill(pid, signal.SIGCONT)
-            while _proc.has_signal(pid, "SigPnd:", STACK_SIGNAL, thread=pid):
+            while "SigPnd" in _proc.signal_sets(pid, STACK_SIGNAL):
                 assert _lives(pid), f"ended after {asked} questions"
                 time.sleep(0.0005)
         _ask(pid, files)
@@ -132,3 +133,53 @@ def test_a_thread_that_has_ended_is_none() -> None:
     with pytest.raises(ProcessLookupError):
         signal_thread(os.getpid(), 2**22 + 1, 0)
     signal_thread(os.getpid(), os.getpid(), 0)
+
+
+def test_a_main_thread_that_blocks_the_signal_is_told_and_the_others_are_asked(tmp_path: Path) -> None:
+    files = JobFiles(tmp_path)
+    program = (
+        f"{_BEGINS}\nthreading.Thread(target=sleeps, daemon=True).start()\nis_deaf = threading.Event()\nmain(deaf)"
+    )
+    with _rank(tmp_path, program) as pid:
+        wait_for(lambda: thread_stacks.blocks(pid), "the main thread's deafness")
+        assert not ask_for_stack(pid)
+        assert "SigPnd" not in _proc.signal_sets(pid, STACK_SIGNAL), "it would write as often when it blocks no more"
+        (found,) = whole_stacks(files, {0: 0}, {0: pid}, limit=60.0).values()
+    first, other = found.split("\n\n")
+    assert first == "Main thread: it blocks the signal that asks for stacks"
+    assert " in sleeps\n" in other
+
+
+def test_a_rank_that_is_stopped_meanwhile_costs_the_time_of_one_thread(tmp_path: Path) -> None:
+    files = JobFiles(tmp_path)
+    program = f"{_BEGINS}\nfor _ in range(20):\n    threading.Thread(target=sleeps, daemon=True).start()\nmain(sleeps)"
+    with _rank(tmp_path, program) as pid:
+        begin = _ask(pid, files)
+        os.kill(pid, signal.SIGSTOP)
+        wait_for(lambda: (stat := _proc.stat(pid)) is not None and stat.state == "T", "the stop")
+        (found,) = whole_stacks(files, {0: begin}, {0: pid}, limit=60.0).values()
+        sets = [_proc.signal_sets(pid, STACK_SIGNAL, thread=thread) for thread in _proc.threads(pid)]
+        (none,) = whole_stacks(files, {0: begin}, {0: pid}, limit=0.0).values()
+    assert found.endswith("\n\n(20 more threads: no answer in time)")
+    assert found.count("(most recent call first):") == 1
+    assert sum("SigPnd" in each for each in sets) == 1
+    assert none == found
+
+
+def test_the_main_threads_stack_is_found_among_those_of_others() -> None:
+    other = f'{STACK}\n  File "a.py", line 1 in f\n  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap\n'
+    main = f'{STACK}\n  File "train.py", line 3 in <module>\n'
+    found = parse_stack(other + main + other)
+    assert found is not None
+    assert [frame.file for frame in found.frames] == ["train.py"]
+    assert parse_stack(other) is None
+
+
+def test_a_rank_for_which_no_more_signals_may_wait_is_not_asked(tmp_path: Path) -> None:
+    """A real-time signal to a thread is refused where the limit on waiting signals (ulimit -i) is reached."""
+    program = f"{_BEGINS}\nimport resource\nresource.setrlimit(resource.RLIMIT_SIGPENDING, (0, 0))\nmain(sleeps)"
+    with _rank(tmp_path, program) as pid:
+        with pytest.raises(BlockingIOError):
+            signal_thread(pid, pid, STACK_SIGNAL)
+        assert not ask_for_stack(pid)
+        assert _lives(pid)

@@ -33,7 +33,7 @@ from lockstep.job.page import ENTERED, PAGE, SERIAL, STACK_SIGNAL, WAITS, Cell, 
 from lockstep.job.throughput import StepFlops
 
 _MARK, _STEPS, _SAMPLES, _TOKENS = int(Cell.MARK), int(Cell.STEPS), int(Cell.SAMPLES), int(Cell.TOKENS)
-_OPTIMIZER = int(Phase.OPTIMIZER)
+_OPTIMIZER, _COLLECTING = int(Phase.OPTIMIZER), int(Cell.COLLECTING)
 _getframe = sys._getframe
 
 
@@ -161,6 +161,10 @@ class Flight:
             cells[Cell.COLLECTIONS] += 1
             cells[Cell.COLLECTING] = 0
 
+    def collects_youngest(self, *, begins: bool) -> None:
+        """Record that a collection of the youngest generation begins or ends, which is not counted as a pause."""
+        self._cells[_COLLECTING] = begins
+
     def listens(self, listening: bool) -> None:
         """Record whether this rank saves and leaves by itself when asked to stop."""
         self._cells[Cell.LISTENS] = int(listening)
@@ -228,6 +232,8 @@ def _collects(phase: str, info: dict[str, int]) -> None:
     come once in some hundred objects and take microseconds."""
     if info["generation"]:
         current.collects(begins=phase == "start")
+    else:
+        current.collects_youngest(begins=phase == "start")
 
 
 def is_noting_collection(frame: FrameType | None) -> bool:

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import resource
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -362,22 +362,31 @@ def read_crash(folder: Path, rank: int) -> str:
 
 
 def parse_stack(text: str) -> Stack | None:
-    """Return the first stack in what a rank has written, that of its main thread; None: there is none."""
-    _, found, after = text.partition(STACK)
-    if not found:
+    """Return the first stack of the main thread in what a rank has written; None: there is none.
+
+    Somebody else may be asking for those of other threads, which begin in Python's ``threading``."""
+    stacks = ([*_frames(part)] for part in text.split(STACK)[1:])
+    frames = next((found for found in stacks if not _is_other_thread(found)), None)
+    if frames is None:
         return None
-    frames: list[Frame] = []
-    for line in after.splitlines()[1:]:
-        match = _FRAME.match(line)
-        if match is None:
-            break
-        frames.append(Frame(match["file"], match["line"], match["name"]))
     below = [
         i
         for i, frame in enumerate(frames)
         if inside(frame.file, "lockstep") in _RUNNERS or (i and frame.file.endswith(_PYTEST))
     ]
     return Stack(tuple(frames[: below[0]] if below else frames))
+
+
+def _frames(text: str) -> Iterator[Frame]:
+    for line in text.splitlines()[1:]:
+        match = _FRAME.match(line)
+        if match is None:
+            break
+        yield Frame(match["file"], match["line"], match["name"])
+
+
+def _is_other_thread(frames: Sequence[Frame]) -> bool:
+    return bool(frames) and frames[-1].name == "_bootstrap" and frames[-1].file.endswith("threading.py")
 
 
 # How often the kernel killed because memory ran out, by the counters of a memory cgroup (version 1 or 2) -------------

@@ -80,7 +80,7 @@ def _what_to_do(verdict: HangVerdict, ranks: Mapping[int, Known]) -> str:
     for known in (ranks[rank] for rank in verdict.late):
         if known.facts is not None and known.facts.state == "T":
             return f"kill -CONT {known.pid} resumes rank {known.rank}"
-        if known.look.collects:
+        if known.look.collects and known.exit_code is None:
             return "call gc.freeze() once the model and the data are loaded, or gc.disable() if there are no cycles"
     return (
         "lockstep runs stack prints where every rank is now; put work that may take long into "

@@ -43,6 +43,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from lockstep import _proc
+from lockstep.job.page import STACK_SIGNAL
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -139,6 +140,7 @@ def signal_thread(pid: int, thread: int, signum: int) -> None:
 
     Raises:
         ProcessLookupError: there is no such process, or no such thread of it.
+        BlockingIOError: so many signals wait already that this user's limit (``ulimit -i``) allows no more.
     """
     if hasattr(_libc, "tgkill"):
         failed = _libc.tgkill(pid, thread, int(signum))
@@ -147,6 +149,27 @@ def signal_thread(pid: int, thread: int, signum: int) -> None:
     if failed:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
+
+
+def ask_for_stack(pid: int, thread: int | None = None) -> bool:
+    """Ask one thread of a rank for its Python stack; see Note [Each thread for itself] in thread_stacks.py.
+
+    Args:
+        pid: the rank's process.
+        thread: as /proc numbers it; None: the main one.
+
+    Returns:
+        Whether it was asked. It is not if it has no handler for the signal (Note [Asked while leaving]), blocks it, is
+        asked already, or has ended.
+    """
+    thread = pid if thread is None else thread
+    if _proc.signal_sets(pid, STACK_SIGNAL, thread=thread) & {"SigCgt", "SigBlk", "SigPnd"} != {"SigCgt"}:
+        return False
+    try:
+        signal_thread(pid, thread, STACK_SIGNAL)
+    except OSError:  # it has just ended, or more signals wait than this user's limit allows (EAGAIN)
+        return False
+    return True
 
 
 def _prctl(option: int, value: int) -> None:

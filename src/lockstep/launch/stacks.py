@@ -11,10 +11,13 @@ from lockstep.errors import LockstepError
 from lockstep.job.files import JobFiles
 from lockstep.job.page import STACK_SIGNAL, Cell, Mark, Pages, Phase
 from lockstep.launch.evidence import Answers
-from lockstep.launch.processes import signal_thread
+from lockstep.launch.processes import ask_for_stack
 from lockstep.launch.thread_stacks import whole_stacks
 from lockstep.runs.history import Run
 from lockstep.text import which_ranks
+
+#: Seconds for the threads besides the main ones to answer.
+_WHOLE = 10.0
 
 
 def stacks_of(run: Run, rank: int | None) -> Iterator[tuple[int, int | None, str]]:
@@ -40,7 +43,7 @@ def stacks_of(run: Run, rank: int | None) -> Iterator[tuple[int, int | None, str
     asked |= {number: pid for number, pid in chosen.items() if pid is not None and not silent[number]}
     while not answers.are_in(time.monotonic()):
         time.sleep(0.02)
-    found = whole_stacks(JobFiles(folder), answers.begins, asked)
+    found = whole_stacks(JobFiles(folder), answers.begins, asked, limit=_WHOLE)
     for number, pid in chosen.items():
         yield number, pid, silent[number] or found[number] or _unanswered(pid)
 
@@ -51,12 +54,9 @@ def _ask(folder: Path, rank: int, pid: int | None, *, world_size: int) -> str:
         return "it had no process when the others took their first step"
     if _proc.stat(pid) is None:
         return f"process {pid} has ended"
-    try:
-        if _is_leaving(folder, rank, world_size=world_size) or not _proc.catches(pid, STACK_SIGNAL):
-            return f"process {pid} does not answer: it has not begun yet, or is leaving"
-        signal_thread(pid, pid, STACK_SIGNAL)  # see Note [Asked while leaving] in processes.py
-    except (FileNotFoundError, ProcessLookupError):
-        return f"process {pid} has ended"
+    if _is_leaving(folder, rank, world_size=world_size) or not _proc.catches(pid, STACK_SIGNAL):
+        return f"process {pid} does not answer: it has not begun yet, or is leaving"
+    ask_for_stack(pid)
     return ""
 
 

@@ -7,8 +7,8 @@ while these may run, and so what is no longer there. That ended ranks by SIGSEGV
 55 signals, and one that trained on a GPU after 8, which came as it went on after a SIGSTOP (the kernel then gives a
 signal to whichever thread wakes up first). So a rank's handler writes the stack of the thread that it runs on, which
 can't change meanwhile, and a signal is sent to a thread instead of the process: to the main one for a report, and to
-the others, one after another, where somebody wants to see all. A thread that runs no Python writes nothing (a C
-library's sleep() in it may end early, as at any signal), and one that blocks the signal is not asked.
+the others, one after another, where somebody wants to see all. A thread without Python writes nothing (but poll(),
+select() and sleep() may end early in it, as at any signal), and one that blocks the signal is not asked.
 
 Python before 3.12 drops a function's code before it leaves the function's frame. If nothing else holds that code, as
 with code that exec() runs once, and the signal comes in between, this ends the rank as well: once in some 50,000
@@ -24,73 +24,95 @@ from lockstep import _proc
 from lockstep.job.files import JobFiles
 from lockstep.job.page import STACK_SIGNAL
 from lockstep.launch.evidence import STACK, stack_size
-from lockstep.launch.processes import signal_thread
+from lockstep.launch.processes import ask_for_stack
+from lockstep.text import counted
 
-#: Seconds for a thread other than the main one to get the signal and to write.
+#: Seconds for one thread to get the signal and to write.
 _ANSWER = 0.5
-#: Seconds between two looks at them.
+#: Seconds between two looks at it.
 _BETWEEN = 0.0005
 
 
-def whole_stacks(files: JobFiles, begins: Mapping[int, int], pids: Mapping[int, int | None]) -> dict[int, str]:
+def whole_stacks(
+    files: JobFiles, begins: Mapping[int, int], pids: Mapping[int, int | None], *, limit: float
+) -> dict[int, str]:
     """Return the stacks of all threads of ranks whose main threads have been asked.
 
     Args:
         files: of the ranks' start.
         begins: rank -> the byte in its file at which the main thread's answer begins.
         pids: rank -> its process.
+        limit: the seconds after which no other thread is asked.
 
     Returns:
         rank -> the stacks, the main thread's first, each below a line that names its thread; empty: the rank has not
         answered, and its other threads were not asked.
     """
-    found = {rank: [_written(files, rank, begin)] for rank, begin in begins.items()}
-    answered = {rank: pid for rank, pid in pids.items() if pid is not None and any(found.get(rank, ()))}
-    waiting = {rank: [each for each in _proc.threads(pid) if each != pid] for rank, pid in answered.items()}
-    while any(waiting.values()):
-        asked = {rank: threads.pop(0) for rank, threads in waiting.items() if threads}
-        sizes = {rank: stack_size(files.folder, rank) for rank in asked}
-        _ask_and_wait({thread: answered[rank] for rank, thread in asked.items()})
-        for rank, thread in asked.items():
-            text = _written(files, rank, sizes[rank])
-            name = _proc.read(answered[rank], f"task/{thread}/comm").strip()
-            found[rank].append(text.replace(STACK, f"Thread {thread}, {name} (most recent call first):", 1))
-    return {
-        rank: "\n\n".join(filter(None, texts)).replace(STACK, "Main thread (most recent call first):", 1)
-        for rank, texts in found.items()
-    }
+    end = time.monotonic() + limit
+    ranks = {rank: _Rank(files, rank, pids.get(rank), begin) for rank, begin in begins.items()}
+    asked = [*ranks.values()]
+    while asked := [each for each in asked if each.threads]:
+        if time.monotonic() >= end:
+            break
+        for each in asked:
+            each.ask()
+        until = min(end, time.monotonic() + _ANSWER)
+        while any(each.is_writing() for each in asked) and time.monotonic() < until:
+            time.sleep(_BETWEEN)
+        # What a thread still writes would be taken for the next one's.
+        asked = [each for each in asked if each.hear()]
+    return {rank: each.text() for rank, each in ranks.items()}
 
 
-def _ask_and_wait(threads: Mapping[int, int]) -> None:
-    """Ask threads, each of another process, and wait until they have written what they write.
+def blocks(pid: int) -> bool:
+    """Return whether a process's main thread blocks the signal."""
+    return {"SigBlk", "SigCgt"} <= _proc.signal_sets(pid, STACK_SIGNAL)
 
-    Args:
-        threads: thread -> its process.
-    """
-    asked = []
-    for thread, pid in threads.items():
-        if _is_asked(pid, thread) or not _proc.catches(pid, STACK_SIGNAL):
-            continue  # it blocks the signal, is asked by somebody else, or leaves
+
+class _Rank:
+    """What one rank has answered, and which of its threads are still to be asked."""
+
+    def __init__(self, files: JobFiles, rank: int, pid: int | None, begin: int) -> None:
+        self._files, self._rank, self._pid, self._begin = files, rank, pid or 0, begin
+        self._texts = [self._read("Main thread")]
+        if not self._texts[0] and pid is not None and blocks(pid):
+            self._texts = ["Main thread: it blocks the signal that asks for stacks"]
+        #: The threads that are still to be asked.
+        self.threads = [thread for thread in _proc.threads(self._pid) if thread != pid] if self._texts[0] else []
+        self._thread: int | None = None
+
+    def ask(self) -> None:
+        """Ask the next thread."""
+        self._begin, thread = stack_size(self._files.folder, self._rank), self.threads[0]
+        self._thread = thread if ask_for_stack(self._pid, thread) else None
+
+    def is_writing(self) -> bool:
+        """Return whether the thread has not got the signal yet, which then waits, or is in its handler, which blocks
+        it."""
+        thread = self._thread
+        return thread is not None and bool(
+            {"SigPnd", "SigBlk"} & _proc.signal_sets(self._pid, STACK_SIGNAL, thread=thread)
+        )
+
+    def hear(self) -> bool:
+        """Read what the thread has written; return whether that is all."""
+        if self.is_writing():
+            return False
+        thread = self.threads.pop(0)
+        name = _proc.read(self._pid, f"task/{thread}/comm").strip()
+        self._texts.append(self._read(f"Thread {thread}, {name}"))
+        return True
+
+    def text(self) -> str:
+        """Return all that was written."""
+        missing = f"({counted(len(self.threads), 'more thread')}: no answer in time)" if self.threads else ""
+        return "\n\n".join(filter(None, [*self._texts, missing]))
+
+    def _read(self, who: str) -> str:
         try:
-            signal_thread(pid, thread, STACK_SIGNAL)
-        except ProcessLookupError:
-            continue
-        asked.append((pid, thread))
-    end = time.monotonic() + _ANSWER
-    while any(_is_asked(*each) for each in asked) and time.monotonic() < end:
-        time.sleep(_BETWEEN)
-
-
-def _is_asked(pid: int, thread: int) -> bool:
-    """Return whether the signal still waits for a thread, or is blocked by it, as it is in its own handler."""
-    return any(_proc.has_signal(pid, mask, STACK_SIGNAL, thread=thread) for mask in ("SigPnd:", "SigBlk:"))
-
-
-def _written(files: JobFiles, rank: int, start: int) -> str:
-    """Return what a rank has written after byte ``start``; empty: nothing."""
-    try:
-        with files.stack(rank).open("rb") as stacks:
-            stacks.seek(start)
-            return stacks.read().decode(errors="replace").strip()
-    except FileNotFoundError:
-        return ""
+            with self._files.stack(self._rank).open("rb") as stacks:
+                stacks.seek(self._begin)
+                text = stacks.read().decode(errors="replace").strip()
+        except FileNotFoundError:
+            return ""
+        return text.replace(STACK, f"{who} (most recent call first):", 1)

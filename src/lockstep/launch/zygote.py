@@ -45,7 +45,7 @@ from lockstep.launch.channel import (
     Started,
 )
 from lockstep.launch.folders import hold
-from lockstep.launch.processes import SAVE, STOPPING, SignalQueue, ignored, signal_thread
+from lockstep.launch.processes import SAVE, STOPPING, SignalQueue, ask_for_stack, ignored
 
 #: Seconds that processes which outlived their rank have to leave by themselves.
 LEFTOVER_PATIENCE = 0.3
@@ -152,11 +152,9 @@ class _Zygote:
             case Signal(ranks, signum):
                 pids = {number: pid for pid, number in self._ranks.items()}
                 for pid in (pids[number] for number in ranks if number in pids):  # (others have ended meanwhile)
-                    if signum in (SAVE, STACK_SIGNAL) and not _proc.catches(pid, signum):
-                        continue  # it listens no longer
                     if signum == STACK_SIGNAL:
-                        signal_thread(pid, pid, signum)  # see Note [Each thread for itself] in thread_stacks.py
-                    else:
+                        ask_for_stack(pid)
+                    elif signum != SAVE or _proc.catches(pid, signum):  # else it listens no longer
                         os.kill(pid, signum)
         return None
 

@@ -243,7 +243,7 @@ def test_a_few_kept_gradients_are_put_aside_and_many_keep_the_memory() -> None:
     assert bucket.flat is home
     bucket.values.fill_(2)
     bucket.unpack_as_views()
-    bucket.put_back()
+    bucket.held.put_back()
     assert kept[0] is bucket.views[4]
     assert [float(param.grad.sum()) for param in params if param.grad is not None] == [6.0] * 20
     assert float(kept[0].sum()) == 3

@@ -55,7 +55,7 @@ from lockstep.errors import LockstepError
 from lockstep.job import flight
 from lockstep.step.share import BatchId
 
-_grad, _version, _packed = attrgetter("grad"), attrgetter("_version"), attrgetter("packed")
+_grad, _version, _packed = attrgetter("grad"), attrgetter("_version"), attrgetter("turn.packed")
 _tail, _fresh_flags = attrgetter("tail"), attrgetter("fresh_flags")
 _foreach_copy = _torch.foreach_copy()
 
@@ -98,7 +98,7 @@ class Averaging:
             for bucket in self.buckets
         ]
         #: The lists, one per bucket and per sparse parameter, of positions whose gradient has come.
-        self.arrived = [bucket.arrived for bucket in self.buckets] + [slot.arrived for slot in self.sparse]
+        self.arrived = [bucket.turn.arrived for bucket in self.buckets] + [slot.arrived for slot in self.sparse]
         self.call = dist.AllreduceOptions()
         self.call.asyncOp = True
         self.labels = [
@@ -179,7 +179,7 @@ class Backward:
         #: The comm hook's latest future.
         self._in_hook: torch.futures.Future[Any] | None = None
         for bucket in averaging.buckets:
-            bucket.begin()
+            bucket.turn.begin()
         # ``_version`` is private, and the only count of in-place changes; see Note [Taken gradients].
         looks = not discards and averaging.sends
         self._versions = [*map(_version, averaging.params)] if looks else []
@@ -227,8 +227,8 @@ class Backward:
             arrived.clear()
         under_way = []
         for bucket in self._all.buckets:
-            if bucket.wait is None:
-                bucket.put_back()
+            if bucket.turn.wait is None:
+                bucket.held.put_back()
             else:
                 under_way.append(bucket)
         return under_way
@@ -242,12 +242,12 @@ class Backward:
     def issue_next(self) -> None:
         """**Collective.** Fill the next bucket and begin to reduce it; under ``no_grad``."""
         bucket, riding = self._all.buckets[self.next], self._all.riding[self.next]
-        bucket.counted, self.next = len(bucket.arrived), self.next + 1
-        bucket.missing = bucket.find_missing(self._all.pending)
+        self.next += 1
+        missing = bucket.turn.issue(self._all.pending)
         if self._all.sends or riding:
-            self._fill(bucket)
-        if bucket.missing:
-            self.missing += map(bucket.positions.__getitem__, bucket.missing)
+            missing = self._fill(bucket, missing)
+        if missing:
+            self.missing += map(bucket.positions.__getitem__, missing)
         for rider, slot in riding:
             rider.write(bucket, bucket.flags[slot], self)
         if not self._all.sends:
@@ -307,7 +307,7 @@ class Backward:
         if not (self.is_hooked and self._all.world_size > 1):
             sparse = [*map(self._issue_sparse, self._all.sparse)]
             for bucket in buckets:
-                if bucket.wait is not None or bucket.result is not None:
+                if bucket.turn.wait is not None or bucket.turn.result is not None:
                     self._wait(bucket)
             return sparse
         for bucket in buckets:  # see Note [Issue order]
@@ -329,19 +329,27 @@ class Backward:
             for rider in self._all.riders:
                 self.found = rider.alone(self) or self.found
 
-    def _fill(self, bucket: Bucket) -> None:
-        """Put this rank's gradients into ``bucket``; see Note [Unused parameters]."""
+    def _fill(self, bucket: Bucket, missing: list[int]) -> list[int]:
+        """Put this rank's gradients into ``bucket``; see Note [Unused parameters].
+
+        Args:
+            bucket: the bucket.
+            missing: the slots for which no gradient has come.
+
+        Returns:
+            The slots without a gradient, those included whose gradient is gone.
+        """
         grads = [*map(_grad, bucket.params)]
-        absent = bucket.missing
+        absent = missing
         if not all(map(is_not, grads, repeat(None))):
             for slot, grad in enumerate(grads):
-                if grad is None and slot not in bucket.missing:
+                if grad is None and slot not in missing:
                     absent = [*absent, slot]  # discarded, or Note [Taken gradients]
         if self.factor == 0:
             self._keep_views(bucket, range(len(bucket)))
             bucket.values.zero_()
             absent = list(range(len(bucket)))
-        elif absent or bucket.packed:
+        elif absent or bucket.turn.packed:
             self._keep_views(bucket, absent)
             bucket.pack_some(grads, self.scale(bucket))
         else:
@@ -352,7 +360,8 @@ class Backward:
                 raise
         if absent:
             bucket.mark_unused(absent)
-        bucket.missing = absent
+        bucket.turn.missing = absent
+        return absent
 
     def _explain_sparse(self, bucket: Bucket, error: RuntimeError) -> None:
         for position, param in zip(bucket.positions, bucket.params, strict=True):
@@ -378,7 +387,7 @@ class Backward:
         else:
             with labelled(label):
                 # The group's own method: dist.all_reduce has checks that take longer than a small bucket.
-                bucket.wait = self._all.group.allreduce([bucket.message], self._all.call).wait
+                bucket.turn.wait = self._all.group.allreduce([bucket.message], self._all.call).wait
 
     def _label(self, bucket: Bucket) -> str:
         backward = self.number % LABELS
@@ -392,7 +401,7 @@ class Backward:
             before = f"{self._all.whoami()}: averaging the bucket before bucket {bucket.index}"
             wait_for(self._in_hook.wait, lambda: before)
         future = self._in_hook = hook(state, GradBucket(bucket))
-        bucket.wait, bucket.result = future.wait, future.value
+        bucket.turn.wait, bucket.turn.result = future.wait, future.value
 
     def _issue_sparse(self, slot: SparseSlot) -> SparseTransfer:
         used = bool(slot.arrived) or slot.position in self._all.pending
@@ -402,7 +411,7 @@ class Backward:
 
     def _write(self, bucket: Bucket, unused: Sequence[int]) -> None:
         """Hand out the averages, but for the slots that no rank used."""
-        if not bucket.missing:
+        if not bucket.turn.missing:
             if self._all.as_view:
                 bucket.unpack_as_views()
             else:
@@ -413,12 +422,13 @@ class Backward:
                 bucket.unpack_one(slot, as_view=self._all.as_view)
 
     def _wait(self, bucket: Bucket) -> None:
-        wait, bucket.wait = bucket.wait, None  # the reduction is over then, even if it fails
+        turn = bucket.turn
+        wait, turn.wait = turn.wait, None  # the reduction is over then, even if it fails
         if wait is not None:
             what = lambda: f"{self._all.whoami()}: averaging {self._all.describe(bucket)}"  # noqa: E731
             wait_for(wait, what, name="averaging gradients")
-        if bucket.result is not None:
-            value = bucket.result()
+        if turn.result is not None:
+            value = turn.result()
             tensor = value[0] if isinstance(value, (list, tuple)) else value
             if not isinstance(tensor, Tensor) or tensor.numel() != bucket.values.numel():
                 raise LockstepError(
@@ -436,7 +446,7 @@ class Backward:
         Returns:
             Index of a bucket -> the slots of these parameters.
         """
-        incomplete = [bucket for bucket in self._all.buckets if bucket.missing]
+        incomplete = [bucket for bucket in self._all.buckets if bucket.turn.missing]
         # All flags at once, since each read would wait anew.
         device = incomplete[0].used.device
         flags = iter(torch.cat([(bucket.used.abs() > 0).to(device) for bucket in incomplete]).tolist())
@@ -472,12 +482,7 @@ class Backward:
         """Find a gradient that changed after it was sent; see Note [More than one event]."""
         late: list[int] = []
         for bucket in self._all.buckets:
-            arrived = bucket.arrived
-            if bucket.index < self.next:
-                late += arrived[bucket.counted :]
-            if bucket.packed and len(set(arrived)) < len(arrived):
-                packed = {bucket.positions[slot] for slot in bucket.packed}
-                late += [position for position in packed if arrived.count(position) > 1]
+            late += bucket.turn.find_late(is_issued=bucket.index < self.next)
         if not late:
             return None
         return LockstepError(

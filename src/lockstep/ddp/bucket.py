@@ -116,6 +116,116 @@ def plan_buckets(
     return [tuple(bucket) for bucket in sorted(closed, key=lambda bucket: place[bucket[-1]])]
 
 
+class BucketTurn:
+    """What has come and been sent of one bucket in the backward under way.
+
+    Args:
+        positions: the parameters' positions in the reducer's list.
+        params: the parameters.
+    """
+
+    def __init__(self, positions: Sequence[int], params: Sequence[Parameter]) -> None:
+        self._positions, self._params = positions, params
+        #: Positions of the parameters whose gradient has come, in order; a position is repeated if its gradient came in
+        #: portions. Always the same list.
+        self.arrived: list[int] = []
+        #: Number of gradients that are to come; see Note [Absent gradients].
+        self.expected = len(params)
+        #: Length of ``arrived`` when the bucket was issued.
+        self.counted = 0
+        #: Slots that were packed before all gradients of the bucket had come.
+        self.packed: set[int] = set()
+        #: Slots for which this rank has no gradient; known once the bucket is issued.
+        self.missing: list[int] = []
+        #: Waits for the reduction under way, None if there is none; ``result`` then returns a comm hook's result.
+        self.wait: Callable[[], object] | None = None
+        self.result: Callable[[], object] | None = None
+
+    def begin(self) -> None:
+        """Begin a backward."""
+        self.counted, self.missing, self.result, self.expected = 0, [], None, len(self._params)
+        self.packed.clear()
+
+    def issue(self, pending: set[int]) -> list[int]:
+        """Note that the bucket is issued with what has come; return the slots without a gradient. See Note [Unused
+        parameters].
+
+        Args:
+            pending: positions of parameters that got a gradient in unsynchronised backwards before this one.
+        """
+        self.counted, present = len(self.arrived), set(self.arrived)
+        if len(present) == len(self._params):
+            self.missing = []
+            return self.missing
+        self.missing = [
+            slot
+            for slot, position in enumerate(self._positions)
+            if position not in present and (position not in pending or self._params[slot].grad is None)
+        ]
+        return self.missing
+
+    def is_complete(self, absent: set[int]) -> bool:
+        """Return whether all gradients have come but for those at the positions ``absent``."""
+        return absent.issuperset(set(self._positions).difference(self.arrived))
+
+    def in_portions(self) -> bool:
+        """Return whether the gradient of a parameter has come in portions."""
+        return len(set(self.arrived)) < len(self.arrived)
+
+    def find_late(self, *, is_issued: bool) -> list[int]:
+        """Return the positions whose gradient changed after it was sent or packed; see Note [More than one event]."""
+        arrived = self.arrived
+        late = arrived[self.counted :] if is_issued else []
+        if self.packed and self.in_portions():
+            packed = sorted(self._positions[slot] for slot in self.packed)
+            late += [position for position in packed if arrived.count(position) > 1]
+        return late
+
+
+class HeldGradients:
+    """The gradients in a bucket's memory that others hold as well; see Note [Gradients held elsewhere].
+
+    Made while nothing but the bucket holds that memory.
+
+    Args:
+        params: the parameters.
+        views: the bucket's own list of views, one for each parameter.
+    """
+
+    def __init__(self, params: Sequence[Parameter], views: list[Tensor]) -> None:
+        self._params, self._views = params, views
+        #: Slot -> values that others hold, to put back when the backward ends.
+        self.aside: dict[int, Tensor] = {}
+        self._storage = views[0].untyped_storage()
+        self._owners = _torch.storage_use_count(self._storage)
+        self._owners_alone = self._owners()
+        self._references_alone, self._references_of_one = _references_to(views), _references_to(views[:1])
+
+    def find(self) -> list[int]:
+        """Return the slots whose view is not the parameter's gradient, but may be held elsewhere."""
+        aliased = self._owners() > self._owners_alone
+        if not aliased and _references_to(self._views) == self._references_alone:
+            return []
+        pairs = zip(self._params, self._views, strict=True)
+        loose = [slot for slot, (param, view) in enumerate(pairs) if param.grad is not view]
+        if aliased:
+            return loose
+        return [slot for slot in loose if _references_to(self._views[slot : slot + 1]) > self._references_of_one]
+
+    def put_aside(self, slots: Sequence[int]) -> None:
+        """Keep the values of some slots until :meth:`put_back`."""
+        self.aside = {slot: self._views[slot].clone() for slot in slots}
+
+    def put_back(self) -> None:
+        """End a backward: restore the values that others hold."""
+        if not self.aside:
+            return  # entering no_grad takes longer than this check
+        with torch.no_grad():
+            for slot, values in self.aside.items():
+                self._views[slot].copy_(values)
+        self.aside.clear()
+
+
 class Bucket:
     """The flat memory of some parameters' gradients.
 
@@ -170,29 +280,16 @@ class Bucket:
         self._parts = [total, count, *widths, -(count + sum(widths)) % unit]
         #: True if all gradients are copied by one call: they are small, or each call launches a kernel.
         self._at_once = not is_on_cpu or total < SMALL * count
-        #: Positions of the parameters whose gradient has come in the backward under way, in order; a position is
-        #: repeated if its gradient came in portions. Always the same list.
-        self.arrived: list[int] = []
-        #: Number of gradients that are to come in the backward under way; see Note [Absent gradients].
-        self.expected = count
-        #: Length of ``arrived`` when the bucket was issued.
-        self.counted = 0
-        #: Slots that were packed before all gradients of the bucket had come.
-        self.packed: set[int] = set()
-        #: Slots for which this rank has no gradient; known once the bucket is issued.
-        self.missing: list[int] = []
-        #: Waits for the reduction under way, None if there is none; ``result`` then returns a comm hook's result.
-        self.wait: Callable[[], object] | None = None
-        self.result: Callable[[], object] | None = None
-        #: Slot -> values that others hold, to put back when the backward ends; see Note [Gradients held elsewhere].
-        self._put_aside: dict[int, Tensor] = {}
+        #: What has come and been sent in the backward under way.
+        self.turn = BucketTurn(self.positions, self.params)
         allocate: Callable[..., Tensor] = torch.zeros if memory is None else memory.allocate_tensor
         self._lay_out(allocate(sum(self._parts), dtype=params[0].dtype, device=params[0].device))
         #: Looks at the sum while it is made; None if the bucket is not in the group's memory, or not looked at.
         self.look = SumLook(self.ends) if looks and memory is not None else None
         #: **Collective.** Sums the bucket over all ranks in place, blocking; None if it is not in the group's memory.
         self.sum_up = None if memory is None else memory.in_place_sum(self.message, self.look)
-        self._count_owners()
+        #: The gradients that others hold as well.
+        self.held = HeldGradients(self.params, self.views)
 
     def _lay_out(self, flat: Tensor) -> None:
         self.flat = flat
@@ -206,8 +303,6 @@ class Bucket:
         _, used, *others = self._parts
         #: The initial values of ``tail``: all parameters are used, and no rider has set a flag.
         self.fresh_flags = torch.tensor([1] * used + [0] * sum(others), dtype=flat.dtype).to(flat.device)
-        self._storage = flat.untyped_storage()
-        self._owners = _torch.storage_use_count(self._storage)
 
     def split(self, values: Tensor) -> list[Tensor]:
         """Return each parameter's part (1-D) of a tensor that is laid out as :attr:`values` is, without the gaps."""
@@ -219,42 +314,17 @@ class Bucket:
         pairs = zip(self.values.split_with_sizes(self._slots), self._sizes, strict=True)
         _foreach_zero([part[size:] for part, size in pairs if len(part) > size])
 
-    def _count_owners(self) -> None:
-        """Count owners and references while only the bucket itself holds its memory."""
-        self._owners_alone = self._owners()
-        self._references_alone, self._references_of_one = _references_to(self.views), _references_to(self.views[:1])
-
-    def begin(self) -> None:
-        """Begin a backward."""
-        self.counted, self.missing, self.result, self.expected = 0, [], None, len(self.params)
-        self.packed.clear()
-
-    def find_missing(self, pending: set[int]) -> list[int]:
-        """Return the slots without a gradient; see Note [Unused parameters].
-
-        Args:
-            pending: positions of parameters that got a gradient in unsynchronised backwards before this one.
-        """
-        present = set(self.arrived)
-        if len(present) == len(self.params):
-            return []
-        return [
-            slot
-            for slot, position in enumerate(self.positions)
-            if position not in present and (position not in pending or self.params[slot].grad is None)
-        ]
-
     def leave_to_holders(self) -> None:
         """Begin a backward: let gradients of the last one that others hold stay as they are."""
-        held = self._held()
-        if not held:
+        slots = self.held.find()
+        if not slots:
             return
         with torch.no_grad():
-            if self.sum_up is not None or _FEW * sum(self._sizes[slot] for slot in held) < self._parts[0]:
-                self._put_aside = {slot: self.views[slot].clone() for slot in held}
+            if self.sum_up is not None or _FEW * sum(self._sizes[slot] for slot in slots) < self._parts[0]:
+                self.held.put_aside(slots)
             else:
                 self._lay_out(torch.zeros_like(self.flat) if self.has_gaps else torch.empty_like(self.flat))
-                self._count_owners()
+                self.held = HeldGradients(self.params, self.views)
 
     def mark_unused(self, slots: Sequence[int]) -> None:
         """Say in the flags that this rank has no gradient for these slots.
@@ -268,31 +338,11 @@ class Bucket:
                 self.used[start : slot + 1].zero_()
                 start = after
 
-    def put_back(self) -> None:
-        """End a backward: restore the values that others hold."""
-        if not self._put_aside:
-            return  # entering no_grad takes longer than this check
-        with torch.no_grad():
-            for slot, values in self._put_aside.items():
-                self.views[slot].copy_(values)
-        self._put_aside.clear()
-
     def leave(self) -> None:
         """Replace every gradient that is a view of the bucket by a separate tensor."""
         for param, view in zip(self.params, self.views, strict=True):
             if param.grad is view:
                 param.grad = view.clone()
-
-    def _held(self) -> list[int]:
-        """Return the slots whose view is not the parameter's gradient, but may be held elsewhere."""
-        aliased = self._owners() > self._owners_alone
-        if not aliased and _references_to(self.views) == self._references_alone:
-            return []
-        pairs = zip(self.params, self.views, strict=True)
-        loose = [slot for slot, (param, view) in enumerate(pairs) if param.grad is not view]
-        if aliased:
-            return loose
-        return [slot for slot in loose if _references_to(self.views[slot : slot + 1]) > self._references_of_one]
 
     def __len__(self) -> int:
         return len(self.params)
@@ -315,7 +365,7 @@ class Bucket:
 
     def pack_some(self, grads: Sequence[Tensor | None], scale: Tensor | None) -> None:
         """Do as :meth:`pack`, with zeros for missing gradients, and without the slots that are packed already."""
-        left = [(slot, grad) for slot, grad in enumerate(grads) if slot not in self.packed]
+        left = [(slot, grad) for slot, grad in enumerate(grads) if slot not in self.turn.packed]
         absent = [self.views[slot] for slot, grad in left if grad is None]
         present = [(slot, grad) for slot, grad in left if grad is not None]
         if absent:
@@ -332,11 +382,11 @@ class Bucket:
     def pack_early(self, slot: int, scale: Tensor | None, *, as_view: bool) -> None:
         """Pack one gradient while it is in the cache, and give its memory back if ``as_view``."""
         param = self.params[slot]
-        if slot in self._put_aside:
+        if slot in self.held.aside:
             return  # until backward has ended, hooks of the user may read it
         if param.grad is not None and param.grad.layout == torch.strided:
             self._pack_one(slot, param.grad, scale)
-            self.packed.add(slot)
+            self.turn.packed.add(slot)
             if as_view:
                 param.grad = self.views[slot]
 
@@ -344,7 +394,7 @@ class Bucket:
         """Move one gradient into the bucket, as it is: autograd adds there what still comes of it."""
         param, view = self.params[slot], self.views[slot]
         grad = param.grad
-        if grad is not None and grad is not view and grad.layout == torch.strided and slot not in self._put_aside:
+        if grad is not None and grad is not view and grad.layout == torch.strided and slot not in self.held.aside:
             view.copy_(grad)
             param.grad = view
 
@@ -358,7 +408,7 @@ class Bucket:
         """Make every parameter's ``grad`` its view of the bucket."""
         for param, view in zip(self.params, self.views, strict=True):
             param.grad = view
-        for slot in self._put_aside:
+        for slot in self.held.aside:
             self.params[slot].grad = self.views[slot].clone()
 
     def unpack_by_copy(self) -> None:
@@ -373,7 +423,7 @@ class Bucket:
     def unpack_one(self, slot: int, *, as_view: bool) -> None:
         """Hand one parameter its part of the bucket."""
         param, view = self.params[slot], self.views[slot]
-        if as_view and slot not in self._put_aside:
+        if as_view and slot not in self.held.aside:
             param.grad = view
         elif as_view or param.grad is None:
             param.grad = view.clone()

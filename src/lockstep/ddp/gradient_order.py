@@ -7,7 +7,7 @@ order in which they are registered, so gradients come from the last registered p
 does not (an encoder that is registered after its decoder), a late gradient in the first bucket holds up all others,
 and nothing is averaged during backward.
 
-So the first averaged backward, in which nothing is sent before its end (Note [More than one event] in ``reducer.py``),
+So the first averaged backward, in which nothing is sent before its end (Note [More than one event] in ``portions.py``),
 notes in which order the gradients come. All ranks take rank 0's. If buckets in that order could be sent clearly
 earlier, they are laid out anew, once, and the averages move there. torch's DistributedDataParallel does so for every
 model; where it would gain nothing, the memory for it is better left alone.

@@ -18,19 +18,6 @@ less than a hook that runs a microsecond of Python for each parameter. But only 
 come through the module's outputs: a gradient penalty's, which differentiates a gradient, another method's, a term of
 the parameters alone. Without them its gradients would stay on their rank, and the replicas would silently diverge.
 
-Note [More than one event]
-~~~~~~~~~~~~~~~~~~~~~~~~~~
-Under re-entrant activation checkpointing a parameter can receive its gradient in several portions, with an event for
-each, and nothing marks the last one. So the first synchronised backward issues nothing before its end, and every bucket
-that saw a parameter twice is issued at the end for good; so is a bucket that is found to be incomplete although it
-counted enough events. From then on large gradients are copied into their bucket as they come: they are still in the
-cache, and their memory is free for the next. A portion that arrives for a gradient that was already copied or sent (a
-graph that changed later on) is an error: that was not the whole gradient. ``overlap=False`` issues all at the end.
-
-Where portions may still come, in the first backward and in such buckets, a large gradient moves into its bucket as it
-is, if gradients are views of it: autograd adds the other portions there, and the factor follows when the bucket is
-filled. So the first step needs no more memory than the others.
-
 Note [Accumulated weights]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 A backward's gradients count ``w`` (Note [Exact mean]), and the reducer multiplies by it once, when it fills a bucket.
@@ -74,6 +61,7 @@ from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.hooks import BackwardListener
 from lockstep.ddp.items import ItemTotals, explain_mixed
 from lockstep.ddp.left_out import explain_left_out
+from lockstep.ddp.portions import Portions
 from lockstep.ddp.rider import Rider
 from lockstep.ddp.sparse import SparseSlot
 from lockstep.errors import CollectiveMismatch, LockstepError
@@ -138,11 +126,7 @@ class Reducer:
         # The buckets are laid out for these: all dtypes, and the devices of the first and the last parameter.
         self._ends = [*self.params[:1], *self.params[-1:]]
         self._dtypes, self._devices = [*map(_dtype, self.params)], [*map(_device, self._ends)]
-        #: Indices of buckets that are issued at the end; ``_in_portions``: positions that are packed then.
-        self._late_for_good = set() if overlap else set(range(len(buckets)))
-        at_once = any(bucket.sum_up is not None for bucket in buckets)  # see Note [One reduction]
-        self._in_portions: set[int] = set() if overlap or at_once else set(range(len(params)))
-        self._learned = False
+        self._portions = Portions(buckets, overlap=overlap)
         #: True if large gradients go into their buckets as they come.
         self._moves = False
         #: Predicts gradients that will not come; the positions of those in the backward under way.
@@ -221,7 +205,7 @@ class Reducer:
         self._absent_now = self._absent.expect() if sync and self._absent is not None else set()
         for position in self._absent_now:
             if (home := self._home.get(position)) is not None:
-                home.expected -= 1
+                home.turn.expected -= 1
 
     def _weigh_item(self) -> float:
         """**Collective** if items are counted. Return the factor of this rank's weight."""
@@ -264,7 +248,7 @@ class Reducer:
         It runs once for each parameter in each step, so it does nothing but count.
         """
         home = self._home.get(position)
-        append = (self._sparse[position] if home is None else home).arrived.append
+        append = (self._sparse[position] if home is None else home.turn).arrived.append
 
         @_torch.mark_untraced
         def on_gradient_at_last(_: object = None) -> None:
@@ -274,14 +258,15 @@ class Reducer:
 
         if home is None:
             return on_gradient_at_last
-        bucket, arrived, param = home, home.arrived, self.params[position]
+        bucket, turn, param = home, home.turn, self.params[position]
+        arrived = turn.arrived
 
         @_torch.mark_untraced
         def on_gradient(_: object = None) -> None:
             if self.backward is None:
                 self._begin_unannounced()
             append(position)
-            if len(arrived) >= bucket.expected:
+            if len(arrived) >= turn.expected:
                 self._issue_full_buckets()
 
         if param.numel() < SMALL:
@@ -294,11 +279,11 @@ class Reducer:
                 self._begin_unannounced()
             append(position)
             if self._moves and not torch.is_grad_enabled() and not _has_other_hooks(param):
-                if self._learned and position not in self._in_portions:
+                if self._portions.packs_early(position):
                     bucket.pack_early(slot, self._present().scale(bucket), as_view=self._all.as_view)
                 elif self._all.as_view:
                     bucket.adopt(slot)
-            if len(arrived) >= bucket.expected:
+            if len(arrived) >= turn.expected:
                 self._issue_full_buckets()
 
         return on_large_gradient
@@ -331,8 +316,8 @@ class Reducer:
                 self._drop_gradients()
             if self._weights.aside:
                 self._weights.add_back()
-            if not self._learned:
-                self._learn()
+            if not self._portions.is_learned:
+                self._portions.learn(self._all.buckets)
             if self._absent is not None:
                 self._absent.learn(backward.arrivals(), backward.missing)
             self._all.pending.clear()
@@ -404,10 +389,8 @@ class Reducer:
     @torch.no_grad()
     def _take_over_gradients(self, old: Reducer) -> None:
         """Continue with the same parameters in other buckets, to which their gradients move."""
-        self._learned = old._learned
+        self._portions.take_over(old._portions, self._all.buckets)
         for bucket in self._all.buckets:
-            if not old._in_portions.isdisjoint(bucket.positions):
-                self._stays_late(bucket)
             for slot in range(len(bucket)) if self._all.as_view else ():
                 bucket.adopt(slot)
 
@@ -445,17 +428,17 @@ class Reducer:
     def _drain(self) -> None:
         while self._under_way:
             bucket = self._under_way.pop(0)
-            wait, bucket.wait = bucket.wait, None
+            wait, bucket.turn.wait = bucket.turn.wait, None
             try:
                 if wait is not None:
                     what = f"{self._all.whoami()}: completing what an earlier, failed backward had sent"
                     wait_for(wait, lambda what=what: what)  # type: ignore[misc]
             finally:
-                bucket.put_back()
+                bucket.held.put_back()
 
     def _issue_full_buckets(self) -> None:
         backward = self._present()
-        if not backward.sync or not self._learned:
+        if not backward.sync or not self._portions.is_learned:
             return
         last = len(self._all.buckets) - 1
         with self._lock:  # a module on several devices has a backward thread for each
@@ -464,24 +447,13 @@ class Reducer:
                     backward.issue_next()
 
     def _is_full(self, bucket: Bucket) -> bool:
-        if len(bucket.arrived) < bucket.expected or bucket.index in self._late_for_good:
+        if len(bucket.turn.arrived) < bucket.turn.expected or self._portions.holds_back(bucket):
             return False
-        if not self._absent_now.issuperset(set(bucket.positions).difference(bucket.arrived)):
-            self._stays_late(bucket)
+        if not bucket.turn.is_complete(self._absent_now):
+            self._portions.hold_back(bucket)
             return False
         # Another hook on the parameter that came last runs after ours, so it has not run yet.
         return not any(_has_other_hooks(param) for param in bucket.params)
-
-    def _learn(self) -> None:
-        """Note the buckets that saw a parameter twice; see Note [More than one event]."""
-        self._learned = True
-        for bucket in self._all.buckets:
-            if len(set(bucket.arrived)) < len(bucket.arrived):
-                self._stays_late(bucket)
-
-    def _stays_late(self, bucket: Bucket) -> None:
-        self._late_for_good.add(bucket.index)
-        self._in_portions.update(bucket.positions)
 
     def _drop_gradients(self) -> None:
         """Drop all gradients, so that the optimizer's step changes no momentum, decay or count of steps."""

@@ -49,7 +49,7 @@ def whole_stacks(
         answered, and its other threads were not asked.
     """
     end = time.monotonic() + limit
-    ranks = {rank: _Rank(files, rank, pids.get(rank), begin) for rank, begin in begins.items()}
+    ranks = {rank: _WholeAnswer(files, rank, pids.get(rank), begin) for rank, begin in begins.items()}
     asked = [*ranks.values()]
     while asked := [each for each in asked if each.threads]:
         if time.monotonic() >= end:
@@ -69,7 +69,7 @@ def blocks(pid: int) -> bool:
     return {"SigBlk", "SigCgt"} <= _proc.signal_sets(pid, STACK_SIGNAL)
 
 
-class _Rank:
+class _WholeAnswer:
     """What one rank has answered, and which of its threads are still to be asked."""
 
     def __init__(self, files: JobFiles, rank: int, pid: int | None, begin: int) -> None:

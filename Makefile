@@ -32,10 +32,20 @@ TASKS := .venv-tasks
 # (tests/scheduling.py). A test that hangs ends them all. WORKERS=2: each takes every file; WORKERS=0: in one process.
 WORKERS ?= 4
 TESTS := python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
-# Of the tests with processes, some of each room; of the others all but the files that take longest.
-QUICK_WITHOUT := $(addprefix tests/unit/test_,scheduling.py report.py manifests.py hostile_checkpoints.py finite_checkpoints.py \
-	codec.py crnn_lines.py crnn_model.py crnn_reading.py imagenet_options.py imagenet_parts.py dp_replicas.py job_folders.py)
-QUICK := $(addprefix tests/ranks/test_,ddp_left_out.py run_signals.py ddp_wrapping.py shm_messages.py shared_writing.py) \
+# What is run after each edit, in three quarters of a minute: some tests with processes, and all others but those of the
+# files that take longest.
+QUICK_WITHOUT := accelerator binding checkpoint_commands chunks codec costs crnn_lines crnn_model crnn_reading \
+	data_parallel dp_replicas dp_threads drift evaluations finite_checkpoints gpu_record \
+	hostile_checkpoints imagenet_options imagenet_parts job_folders job_pages job_stretches job_summary \
+	launch_lateness launch_preload launch_processes launch_ras manifests metrics notify order parcels \
+	plan port rendezvous_forming report rest run_lock run_records scheduling sharing store_packages \
+	stores streams text thread_stacks threads_at_the_end throughput timetable torch torch_compiled verify wakeup
+QUICK := $(addprefix tests/ranks/test_,ddp_left_out.py::test_a_rank_that_leaves_a_backward_out_is_found_in_the_next \
+	ddp_wrapping.py::test_torchs_arguments_are_done_or_refused_in_words \
+	ddp_wrapping.py::test_what_cannot_be_a_replica_is_refused_on_every_rank_with_what_to_do_instead \
+	run_signals.py::test_one_interrupt_stops_everyone_cleanly run_signals.py::test_sigterm_is_passed_on \
+	shared_writing.py::test_replicas_that_drifted_apart_are_said_once_and_rank_0_is_saved \
+	shm_messages.py::test_messages_in_both_directions shm_messages.py::test_messages_with_tags_and_from_anyone) \
 	tests/unit $(addprefix tests/contracts/test_,ddp_signature.py names_of_subclasses.py public_names.py)
 
 # Simulated GPUs are there for processes with this variable; the files whose tests need some.
@@ -65,8 +75,8 @@ gpu:  ## on a machine with GPUs: the tests that need some, a benchmark, and a re
 	$(call environment,.venv-gpu,$(PYTHON),$(GPU_TORCH))
 	.venv-gpu/bin/python -m scripts.gpu_record
 
-quick: $(READY)  ## the tests to run after each edit: nearly all without processes and some with
-	$(BIN)/$(TESTS) -n 2 -q $(QUICK) $(addprefix --ignore=,$(QUICK_WITHOUT))
+quick: $(READY)  ## the tests to run after each edit: two thirds of those without processes and some with
+	$(BIN)/$(TESTS) -n 2 -q $(QUICK) $(QUICK_WITHOUT:%=--ignore=tests/unit/test_%.py)
 
 check: $(READY)  ## ruff, mypy strict, import-linter
 	$(BIN)/ruff format --check .

@@ -190,10 +190,26 @@ def append_whole(fd: int, data: bytes, *, end: int) -> None:
         raise
 
 
+#: What to say where :func:`is_nowhere`.
+NOWHERE = "the folder in which this process runs has been removed: change to one that exists (cd)"
+
+
+def is_nowhere() -> bool:
+    """Return whether the folder in which this process runs has been removed. Relative paths lead nowhere then, and
+    torch does not find its own libraries."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
 def describe(error: Exception) -> str:
     """Return a message for an error: for a file error what went wrong and what to do, otherwise its type and text."""
     if isinstance(error, OSError) and error.errno is not None:
         advice = _ADVICE.get(error.errno)
         where = f"{os.fspath(error.filename)}: " if isinstance(error.filename, (str, os.PathLike)) else ""
+        if error.errno == errno.ENOENT and (not where or not os.path.isabs(where)) and is_nowhere():
+            return NOWHERE
         return f"{where}{os.strerror(error.errno)}" + (f"; {advice}" if advice else "")
     return f"{type(error).__name__}: {error}"

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
@@ -142,3 +143,13 @@ def test_a_pipe_that_breaks_ends_a_command_in_silence_only_if_it_is_its_output(o
         assert said.endswith(
             "RuntimeError: a process that this command talks to has closed its end of a pipe or socket\n"
         )
+
+
+@pytest.mark.parametrize("command", ["run -n 2 train.py", "run -n 2 -m train", "verify train.py", "doctor --quick"])
+def test_a_command_in_a_folder_that_was_removed_says_so(tmp_path: Path, command: str) -> None:
+    (folder := tmp_path / "here").mkdir()
+    starts = f"rmdir '{folder}' && exec '{sys.executable}' -m lockstep {command}"
+    done = subprocess.run(["sh", "-c", starts], cwd=folder, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, ""), done
+    said = "the folder in which this process runs has been removed: change to one that exists (cd)"
+    assert done.stderr == f"lockstep {command.split()[0]}: {said}\n"

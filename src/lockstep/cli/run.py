@@ -181,7 +181,7 @@ def run(
     with code 75; run the same command again to resume. A second signal stops it at once. On SIGUSR1 it saves and
     continues.
     """
-    from lockstep import installation, knobs, machine
+    from lockstep import _files, installation, knobs, machine
     from lockstep.errors import LockstepError
 
     if installation.is_replaced():
@@ -191,6 +191,8 @@ def run(
         sys.exit(2)
     given = click.get_current_context().params
     try:
+        if _files.is_nowhere():
+            raise ValueError(_files.NOWHERE)
         if hosts is not None:
             sys.exit(_run_on_hosts(hosts, given))
         from lockstep.debugger.lender import find_terminal

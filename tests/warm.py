@@ -82,7 +82,7 @@ _PRELOAD = [
     "lockstep.testing.on_rank",
     "lockstep.testing.plugin",
     "lockstep.progress",
-    "lockstep.data.loader",
+    "lockstep.data.shard",
     "lockstep.tools.evaluate.follow",
     "lockstep.tools.verify.runs",
     "lockstep.tools.verify.report",

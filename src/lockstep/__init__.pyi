@@ -10,9 +10,9 @@ from lockstep.comm.init import shutdown as shutdown
 from lockstep.comm.init import world as world
 from lockstep.comm.world import World as World
 from lockstep.data.loader import ShardedLoader as ShardedLoader
-from lockstep.data.loader import shard as shard
 from lockstep.data.once import once_per_machine as once_per_machine
 from lockstep.data.sampler import DistributedSampler as DistributedSampler
+from lockstep.data.shard import shard as shard
 from lockstep.data.slicing import Slices as Slices
 from lockstep.data.split import Split as Split
 from lockstep.data.split import split as split

@@ -1,12 +1,13 @@
-"""DistributedSampler: torch's class, arguments and order, with a state that can be saved."""
+"""Samplers with torch's interface: DistributedSampler, with torch's order and a state that can be saved, and what a
+sharded loader shows as its sampler."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from lockstep.comm.init import current_world
@@ -136,3 +137,28 @@ def _rank_and_world_size() -> tuple[int, int]:
     raise LockstepError(
         "DistributedSampler does not know its rank: call lockstep.init() first, or pass num_replicas= and rank="
     )
+
+
+class OrderedHere(Sampler[Any]):
+    """A DataLoader's sampler for readers of ``loader.sampler``; lockstep draws the order.
+
+    Args:
+        sampler: the DataLoader's sampler.
+        set_epoch: the function behind the method of this name.
+    """
+
+    def __init__(self, sampler: Any, set_epoch: Callable[[int], None]) -> None:
+        self._sampler = sampler
+        self.set_epoch = set_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._sampler)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    def __repr__(self) -> str:
+        return repr(self._sampler)

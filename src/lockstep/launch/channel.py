@@ -121,7 +121,7 @@ _TRAINING = (
     "torch._dynamo",
     "torch.utils.data",
     "lockstep.ddp.api",
-    "lockstep.data.loader",
+    "lockstep.data.shard",
     "lockstep.checkpoint.api",
 )
 

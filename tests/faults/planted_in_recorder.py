@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.faults.planting import Fault
 
+_STACKS = ("tests/unit/test_thread_stacks.py",)
 _PAGES = ("tests/unit/test_job_pages.py",)
 
 RECORDER_FAULTS = [
@@ -31,8 +32,22 @@ RECORDER_FAULTS = [
     Fault(
         "a process without a handler is sent the signal that asks for its stack",
         "_proc.py",
-        "            return bool(int(line.split()[1], 16) >> (signum - 1) & 1)\n",
-        "            return True\n",
+        '    return "SigCgt" in signal_sets(pid, signum)\n',
+        "    return True\n",
         ("tests/unit/test_launch_lateness.py",),
+    ),
+    Fault(
+        "a rank without a handler is sent the signal that asks for its stack",
+        "launch/processes.py",
+        'thread=thread) & {"SigCgt", "SigBlk", "SigPnd"} != {"SigCgt"}:\n',
+        'thread=thread) & {"SigBlk", "SigPnd"}:\n',
+        _STACKS,
+    ),
+    Fault(
+        "the threads of a rank write their stacks in one handler",
+        "job/flight.py",
+        "faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)",
+        "faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)",
+        _STACKS,
     ),
 ]

@@ -166,6 +166,15 @@ def test_a_rank_that_is_stopped_meanwhile_costs_the_time_of_one_thread(tmp_path:
     assert none == found
 
 
+def test_a_process_without_a_handler_is_not_asked() -> None:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            assert not ask_for_stack(process.pid)
+            assert _lives(process.pid)
+        finally:
+            process.kill()
+
+
 def test_the_main_threads_stack_is_found_among_those_of_others() -> None:
     other = f'{STACK}\n  File "a.py", line 1 in f\n  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap\n'
     main = f'{STACK}\n  File "train.py", line 3 in <module>\n'

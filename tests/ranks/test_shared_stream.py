@@ -22,6 +22,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 import lockstep
 from lockstep import knobs
 from lockstep.comm import local_ranks
+from lockstep.data.streams import passes
 from lockstep.data.streams import shared as shared_stream
 from lockstep.job import trace
 from tests.backends import EACH_BACKEND, OVER_ALL, OVER_BOTH
@@ -328,6 +329,25 @@ def test_a_reading_worker_that_dies_is_named_on_every_rank() -> None:
     for outcome in collect_outcomes(_fails, 2, 1, True):
         assert "DataLoader worker (pid" in str(outcome.message), outcome
         assert "killed by signal: Killed" in str(outcome.traceback), "torch says so there, or in its cause"
+
+
+def _loses_a_worker_as_it_compares() -> int:
+    world = lockstep.init(timeout=60)
+    if world.rank == 0:
+        compare = passes.WholePass._compare_first
+
+        def compares(self: Any, fingerprint: str | None) -> None:
+            compare(self, fingerprint)
+            raise RuntimeError("DataLoader worker (pid 4711) is killed by signal: Killed. ")  # as torch's SIGCHLD does
+
+        passes.WholePass._compare_first = compares  # type: ignore[method-assign]
+    return len([*lockstep.shard(DataLoader(Counting(40), batch_size=4))])
+
+
+@OVER_BOTH
+def test_a_worker_that_dies_while_first_batches_are_compared_is_named_on_every_rank() -> None:
+    for outcome in collect_outcomes(_loses_a_worker_as_it_compares, 2):
+        assert "DataLoader worker (pid 4711) is killed by signal" in str(outcome.message), outcome
 
 
 def _goes_ahead() -> tuple[int, str]:

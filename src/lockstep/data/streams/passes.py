@@ -16,7 +16,7 @@ case the ranks compare the first batch that each has read: of a whole stream it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import chain
 from typing import Any
 
@@ -103,7 +103,14 @@ class WholePass:
         """
         first = next(fetched, None)
         # (A rank whose stream is empty compares as well: the others wait for it.)
-        self._compare_first(None if first is None else first.fingerprint)
+        try:
+            self._compare_first(None if first is None else first.fingerprint)
+        except Exception as error:
+            # While a rank waits here, torch may raise that one of its workers has died. If it reads for the others,
+            # they are to hear of that, and not that it has left its loop.
+            if isinstance(fetched, Generator):
+                fetched.throw(error)
+            raise
         if first is None:
             return
         fetched = chain([first], fetched)

@@ -244,6 +244,18 @@ def wait_for(condition: Callable[[], object], what: str, limit: float = LIMIT) -
 
 
 @contextmanager
+def python(code: str, *args: str) -> Iterator[int]:
+    """The process id of a Python that has printed "ready"; it is killed at the end."""
+    with subprocess.Popen([sys.executable, "-c", code, *args], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"ready\n"
+            yield process.pid
+        finally:
+            process.kill()
+
+
+@contextmanager
 def killed_afterwards(pids: list[int]) -> Iterator[None]:
     """Whatever the test finds, leave none of ``pids`` behind."""
     try:

@@ -209,7 +209,7 @@ def describe(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno is not None:
         advice = _ADVICE.get(error.errno)
         where = f"{os.fspath(error.filename)}: " if isinstance(error.filename, (str, os.PathLike)) else ""
-        if error.errno == errno.ENOENT and (not where or not os.path.isabs(where)) and is_nowhere():
+        if error.errno == errno.ENOENT and not os.path.isabs(where) and is_nowhere():
             return NOWHERE
         return f"{where}{os.strerror(error.errno)}" + (f"; {advice}" if advice else "")
     return f"{type(error).__name__}: {error}"

@@ -137,6 +137,10 @@ def children(pid: int) -> list[int]:
     return [int(word) for thread in threads(pid) for word in read(pid, f"task/{thread}/children").split()]
 
 
+#: What :func:`signal_sets` returns.
+_SIGNAL_SETS = {"SigCgt", "SigIgn", "SigBlk", "SigPnd", "ShdPnd"}
+
+
 def catches(pid: int, signum: int) -> bool:
     """Return whether a process has its own handler for a signal; without a handler, the signal may end it."""
     return "SigCgt" in signal_sets(pid, signum)
@@ -160,8 +164,8 @@ def signal_sets(pid: int, signum: int, *, thread: int | None = None) -> set[str]
         ``SigPnd``: it waits for the thread; ``ShdPnd``: it waits for the process. Empty if there is no such thread.
     """
     lines = read(pid, f"task/{pid if thread is None else thread}/status").splitlines()
-    masks = (line.split() for line in lines if line.startswith(("Sig", "ShdPnd")) and "/" not in line)
-    return {name.removesuffix(":") for name, mask in masks if int(mask, 16) >> (signum - 1) & 1}
+    masks = (line.partition(":") for line in lines)
+    return {name for name, _, mask in masks if name in _SIGNAL_SETS and int(mask, 16) >> (signum - 1) & 1}
 
 
 def is_frozen(pid: int) -> bool:

@@ -7,8 +7,6 @@ import faulthandler
 import gc
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -31,7 +29,7 @@ from lockstep.launch.evidence import Frame, Stillness
 from lockstep.launch.hangs import HangWatch
 from lockstep.launch.lateness import Known
 from lockstep.launch.policy import RankState
-from tests.launching import wait_for
+from tests.launching import python, wait_for
 from tests.unit.test_job_hang import NOW, _look
 
 _DUMP = """\
@@ -110,19 +108,6 @@ def test_the_libraries_of_this_environment_are_no_users() -> None:
     assert stack(torch, lockstep.comm.world, contextlib, pytest).users is None
 
 
-@contextmanager
-def _running(code: str, *args: str) -> Iterator[int]:
-    process = subprocess.Popen([sys.executable, "-c", code, *args], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == b"ready\n"
-        yield process.pid
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
 def _describe(pid: int) -> str:
     facts = evidence.facts(pid)
     assert facts is not None
@@ -133,7 +118,7 @@ def test_a_blocked_read_names_its_file_and_a_stopped_process_is_stopped(tmp_path
     fifo = tmp_path / "shard-7"
     os.mkfifo(fifo)
     code = "import os, sys; fd = os.open(sys.argv[1], os.O_RDWR); print('ready', flush=True); os.read(fd, 1)"
-    with _running(code, str(fifo)) as pid:
+    with python(code, str(fifo)) as pid:
         wait_for(lambda: f"sleeping in read of {fifo}" in _describe(pid), "the read")
         os.kill(pid, signal.SIGSTOP)
         wait_for(lambda: _describe(pid) == "stopped by a signal (SIGCONT resumes it)", "the stop")
@@ -141,7 +126,7 @@ def test_a_blocked_read_names_its_file_and_a_stopped_process_is_stopped(tmp_path
 
 
 def test_a_busy_process_runs_and_uses_the_processor() -> None:
-    with _running("print('ready', flush=True)\nwhile True: pass") as pid:
+    with python("print('ready', flush=True)\nwhile True: pass") as pid:
         wait_for(lambda: _describe(pid) == "running", "the loop")
         before = evidence.facts(pid)
         assert before is not None
@@ -150,10 +135,10 @@ def test_a_busy_process_runs_and_uses_the_processor() -> None:
 
 def test_only_a_process_with_a_handler_is_asked_for_its_stack() -> None:
     number = int(signal.SIGRTMIN) + 11
-    with _running("print('ready', flush=True)\nwhile True: pass") as pid:
+    with python("print('ready', flush=True)\nwhile True: pass") as pid:
         assert not _proc.catches(pid, number)
     code = f"import faulthandler; faulthandler.register({number}); print('ready', flush=True)\nwhile True: pass"
-    with _running(code) as pid:
+    with python(code) as pid:
         assert _proc.catches(pid, number)
 
 
@@ -182,7 +167,7 @@ def _until_asleep(pid: int) -> None:
 @pytest.mark.parametrize("announced", [False, True])
 def test_a_process_whose_threads_all_wait_for_each_other_cannot_go_on(announced: bool) -> None:
     before = "other = threading.Lock(); other.acquire(); threading.Thread(target=other.acquire).start()"
-    with _running(_LOCKED.format(before=before)) as pid:
+    with python(_LOCKED.format(before=before)) as pid:
         _until_asleep(pid)
         wait_for(lambda: _standstill(pid, announced=announced) is Standstill.LOCKED, "both locks")
         os.kill(pid, signal.SIGSTOP)
@@ -191,7 +176,7 @@ def test_a_process_whose_threads_all_wait_for_each_other_cannot_go_on(announced:
 
 def test_what_was_announced_may_wait_for_a_thread_that_wakes_by_itself() -> None:
     before = "threading.Thread(target=threading.Event().wait, args=(60,), daemon=True).start()"
-    with _running(_LOCKED.format(before=before)) as pid:
+    with python(_LOCKED.format(before=before)) as pid:
         _until_asleep(pid)
         wait_for(
             lambda: _standstill(pid, announced=False) is Standstill.LOCKED, "the lock; a progress bar goes on, say"
@@ -211,13 +196,13 @@ def test_what_was_announced_may_wait_for_a_thread_that_wakes_by_itself() -> None
     ids=["sleep", "read", "event", "child", "thread"],
 )
 def test_a_process_that_may_go_on_by_itself_is_not_at_a_standstill(code: str) -> None:
-    with _running(code) as pid:
+    with python(code) as pid:
         _until_asleep(pid)
         assert _standstill(pid, announced=False) is None
 
 
 def test_who_is_ready_to_run_is_starved_if_its_processor_time_stands_still() -> None:
-    with _running("print('ready', flush=True)\nwhile True: pass") as pid:
+    with python("print('ready', flush=True)\nwhile True: pass") as pid:
         # Four seconds, by our clock, in no time, unless this process has none itself.
         wait_for(lambda: _standstill(pid, announced=False) is Standstill.STARVED, "four seconds in no time")
         still = Stillness()
@@ -232,7 +217,7 @@ def test_who_is_ready_to_run_is_starved_if_its_processor_time_stands_still() -> 
 
 
 def test_threads_that_wait_for_each_other_are_no_standstill_in_a_collective() -> None:
-    with _running(_LOCKED.format(before="")) as pid:
+    with python(_LOCKED.format(before="")) as pid:
         _until_asleep(pid)
         wait_for(lambda: _standstill(pid, announced=False) is Standstill.LOCKED, "the lock")
         still = Stillness()
@@ -251,10 +236,10 @@ def test_a_debugger_holds_and_a_zombie_is_dead() -> None:
         "os.waitpid(pid, 0)\n"
         "print('ready', flush=True)\nsignal.pause()"
     )
-    with _running(traced) as parent:
+    with python(traced) as parent:
         (pid,) = _proc.children(parent)
         assert _standstill(pid, announced=True) is Standstill.TRACED
-    with _running("import os, time\nif os.fork() == 0: os._exit(0)\nprint('ready', flush=True)\ntime.sleep(60)") as pid:
+    with python("import os, time\nif os.fork() == 0: os._exit(0)\nprint('ready', flush=True)\ntime.sleep(60)") as pid:
         (child,) = _proc.children(pid)
         still = Stillness()
         wait_for(lambda: still.look(child, 0.0, announced=True, waits=True) is Standstill.DEAD, "the child's end")
@@ -267,7 +252,7 @@ def test_a_process_of_a_frozen_cgroup_is_frozen() -> None:
     except OSError as error:
         pytest.skip(f"no cgroup of its own can be frozen here: {error}")
     try:
-        with _running("import time; print('ready', flush=True); time.sleep(60)") as pid:
+        with python("import time; print('ready', flush=True); time.sleep(60)") as pid:
             (group / "cgroup.procs").write_text(str(pid))
             (group / "freezer.state").write_text("FROZEN")
             try:
@@ -443,7 +428,7 @@ class _Watched:
 def _watched(folder: Path, *programs: str) -> Iterator[_Watched]:
     with ExitStack() as stack:
         pages = stack.enter_context(closing(Pages(folder, 2)))
-        pids = [stack.enter_context(_running(each, str(folder), str(rank))) for rank, each in enumerate(programs)]
+        pids = [stack.enter_context(python(each, str(folder), str(rank))) for rank, each in enumerate(programs)]
         for pid in pids:
             _until_asleep(pid)
         yield _Watched(HangWatch(JobFiles(folder), pages, range(2), world_size=2, shortest=1.0), pids)

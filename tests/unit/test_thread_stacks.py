@@ -6,10 +6,7 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,7 @@ from lockstep.launch import thread_stacks
 from lockstep.launch.evidence import STACK, parse_stack, stack_size
 from lockstep.launch.processes import ask_for_stack, signal_thread
 from lockstep.launch.thread_stacks import whole_stacks
-from tests.launching import wait_for
+from tests.launching import python, wait_for
 
 _BEGINS = """
 import ctypes, os, signal, sys, threading, time
@@ -63,17 +60,6 @@ main(sleeps)
 """
 
 
-@contextmanager
-def _rank(folder: Path, program: str) -> Iterator[int]:
-    with subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline() == b"ready\n"
-            yield process.pid
-        finally:
-            process.kill()
-
-
 def _lives(pid: int) -> bool:
     stat = _proc.stat(pid)
     return stat is not None and not stat.is_dead
@@ -90,7 +76,7 @@ def _ask(pid: int, files: JobFiles) -> int:
 
 def test_each_thread_with_python_writes_its_own_stack_below_its_name(tmp_path: Path) -> None:
     files = JobFiles(tmp_path)
-    with _rank(tmp_path, _MANY) as pid:
+    with python(_MANY, str(tmp_path)) as pid:
         begin = _ask(pid, files)
         found = whole_stacks(files, {0: begin, 1: 0}, {0: pid, 1: pid}, limit=60.0)
         assert len(_proc.threads(pid)) >= 5
@@ -116,7 +102,7 @@ def test_a_rank_whose_threads_are_busy_survives_a_thousand_questions(
     """In one handler for all threads, each of the four ended it with SIGSEGV before the hundredth."""
     files = JobFiles(tmp_path)
     program = f"{_BEGINS}\nfor _ in range(3):\n    threading.Thread(target=executes, daemon=True).start()\nmain({wait})"
-    with _rank(tmp_path, program) as pid:
+    with python(program, str(tmp_path)) as pid:
         for asked in range(1000):
             if is_stopped:
                 os.kill(pid, signal.SIGSTOP)
@@ -140,7 +126,7 @@ def test_a_main_thread_that_blocks_the_signal_is_told_and_the_others_are_asked(t
     program = (
         f"{_BEGINS}\nthreading.Thread(target=sleeps, daemon=True).start()\nis_deaf = threading.Event()\nmain(deaf)"
     )
-    with _rank(tmp_path, program) as pid:
+    with python(program, str(tmp_path)) as pid:
         wait_for(lambda: thread_stacks.blocks(pid), "the main thread's deafness")
         assert not ask_for_stack(pid)
         assert "SigPnd" not in _proc.signal_sets(pid, STACK_SIGNAL), "it would write as often when it blocks no more"
@@ -153,7 +139,7 @@ def test_a_main_thread_that_blocks_the_signal_is_told_and_the_others_are_asked(t
 def test_a_rank_that_is_stopped_meanwhile_costs_the_time_of_one_thread(tmp_path: Path) -> None:
     files = JobFiles(tmp_path)
     program = f"{_BEGINS}\nfor _ in range(20):\n    threading.Thread(target=sleeps, daemon=True).start()\nmain(sleeps)"
-    with _rank(tmp_path, program) as pid:
+    with python(program, str(tmp_path)) as pid:
         begin = _ask(pid, files)
         os.kill(pid, signal.SIGSTOP)
         wait_for(lambda: (stat := _proc.stat(pid)) is not None and stat.state == "T", "the stop")
@@ -187,7 +173,7 @@ def test_the_main_threads_stack_is_found_among_those_of_others() -> None:
 def test_a_rank_for_which_no_more_signals_may_wait_is_not_asked(tmp_path: Path) -> None:
     """A real-time signal to a thread is refused where the limit on waiting signals (ulimit -i) is reached."""
     program = f"{_BEGINS}\nimport resource\nresource.setrlimit(resource.RLIMIT_SIGPENDING, (0, 0))\nmain(sleeps)"
-    with _rank(tmp_path, program) as pid:
+    with python(program, str(tmp_path)) as pid:
         with pytest.raises(BlockingIOError):
             signal_thread(pid, pid, STACK_SIGNAL)
         assert not ask_for_stack(pid)

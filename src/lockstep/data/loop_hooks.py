@@ -1,4 +1,4 @@
-"""What may be called as a training loop goes through a loader: between two steps, and where the loop ends."""
+"""Hooks that a loader calls as a training loop goes through it: between two steps, and where the loop ends."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ class LoopHooks:
         Returns:
             a handle whose ``remove()`` removes the hook.
         """
-        handle = RemovableHandle(self._boundary_hooks)
-        self._boundary_hooks[handle.id] = hook
-        return handle
+        return _register(self._boundary_hooks, hook)
 
     def _register_end_of_pass_hook(self, hook: Callable[[], object]) -> RemovableHandle:
         """Register ``hook`` to be called after an epoch's last batch, before the loader moves to the next epoch.
@@ -40,9 +38,7 @@ class LoopHooks:
         Returns:
             a handle whose ``remove()`` removes the hook.
         """
-        handle = RemovableHandle(self._end_hooks)
-        self._end_hooks[handle.id] = hook
-        return handle
+        return _register(self._end_hooks, hook)
 
     def _register_early_end_hook(self, hook: Callable[[], object]) -> RemovableHandle:
         """Register ``hook`` to be called where a loop is left early, before the loader moves to the next epoch.
@@ -53,9 +49,7 @@ class LoopHooks:
         Returns:
             a handle whose ``remove()`` removes the hook.
         """
-        handle = RemovableHandle(self._early_end_hooks)
-        self._early_end_hooks[handle.id] = hook
-        return handle
+        return _register(self._early_end_hooks, hook)
 
     def _leave_early(self) -> None:
         """Call the hooks of a loop that is left early."""
@@ -65,3 +59,9 @@ class LoopHooks:
                 hook()
         finally:
             self._is_left = False
+
+
+def _register(hooks: dict[int, Callable[[], object]], hook: Callable[[], object]) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

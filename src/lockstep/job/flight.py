@@ -228,8 +228,8 @@ def take(folder: str | Path, *, rank: int, world_size: int) -> Flight:
 
 
 def _collects(phase: str, info: dict[str, int]) -> None:
-    """Record a collection; Python calls this before and after each. Those of the youngest generation are skipped: they
-    come once in some hundred objects and take microseconds."""
+    """Record a collection; Python calls this before and after each. Those of the youngest generation are not counted:
+    they come once in some hundred objects and take microseconds."""
     if info["generation"]:
         current.collects(begins=phase == "start")
     else:

@@ -145,8 +145,8 @@ class Cell(enum.IntEnum):
     #: Microseconds of GPU time spent in the first phase, in the steps that were timed (see device.py); those
     #: of the other phases follow.
     DEVICE_SPENT = 210
-    #: Microseconds for which Python's garbage collector has paused this rank, the number of pauses, and 1 during one;
-    #: collections of the youngest generation are left out.
+    #: Microseconds for which Python's garbage collector has paused this rank, and the number of pauses, those for the
+    #: youngest generation left out; and 1 during any pause.
     COLLECTED = 226
     COLLECTIONS = 227
     COLLECTING = 228

@@ -22,7 +22,7 @@ from lockstep.launch.hangs import ReportedHang
 from lockstep.launch.thread_stacks import whole_stacks
 
 #: Seconds for the threads besides the ranks' main ones to answer: the launcher does nothing else meanwhile.
-_WHOLE = 1.0
+_OTHER_THREADS = 1.0
 #: Seconds that a report stands before the ranks are started again, where the user does not say.
 _SECONDS = 60.0
 
@@ -121,7 +121,7 @@ def dump(home: Path, reported: ReportedHang, files: JobFiles, pids: Mapping[int,
     """
     folder = _new_folder(home)
     write_whole(folder / "report.txt", reported.text + "\n")
-    for rank, text in whole_stacks(files, reported.stacks, pids, limit=_WHOLE).items():
+    for rank, text in whole_stacks(files, reported.stacks, pids, limit=_OTHER_THREADS).items():
         told = text or f"rank {rank} has not answered: it is stopped, leaving, or has not begun"
         write_whole(folder / f"stacks-rank{rank}.txt", told + "\n")
     return folder

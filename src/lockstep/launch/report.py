@@ -25,7 +25,7 @@ from lockstep.text import counted, last_lines, which_ranks
 _BRIEF = 200
 #: Lines and bytes of a rank's last output that are repeated if it was not shown and nothing else explains the end.
 _LAST_LINES, _LAST_BYTES = 8, 2000
-#: What Python writes below such a stack: often thousands of characters, which tell nothing of the crash.
+#: What Python writes below the stacks of a crash: often thousands of characters, which tell nothing of it.
 _MODULES = re.compile(r"^Extension modules: .*$", re.MULTILINE)
 #: Bytes of it in which a stack is looked for that Python has written because of a crash.
 _STACK_BYTES = 32_000

@@ -17,7 +17,7 @@ from lockstep.runs.history import Run
 from lockstep.text import which_ranks
 
 #: Seconds for the threads besides the main ones to answer.
-_WHOLE = 10.0
+_OTHER_THREADS = 10.0
 
 
 def stacks_of(run: Run, rank: int | None) -> Iterator[tuple[int, int | None, str]]:
@@ -43,7 +43,7 @@ def stacks_of(run: Run, rank: int | None) -> Iterator[tuple[int, int | None, str
     asked |= {number: pid for number, pid in chosen.items() if pid is not None and not silent[number]}
     while not answers.are_in(time.monotonic()):
         time.sleep(0.02)
-    found = whole_stacks(JobFiles(folder), answers.begins, asked, limit=_WHOLE)
+    found = whole_stacks(JobFiles(folder), answers.begins, asked, limit=_OTHER_THREADS)
     for number, pid in chosen.items():
         yield number, pid, silent[number] or found[number] or _unanswered(pid)
 

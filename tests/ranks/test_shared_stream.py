@@ -344,7 +344,7 @@ def _loses_a_worker_as_it_compares() -> int:
     return len([*lockstep.shard(DataLoader(Counting(40), batch_size=4))])
 
 
-@OVER_BOTH
+@OVER_ALL
 def test_a_worker_that_dies_while_first_batches_are_compared_is_named_on_every_rank() -> None:
     for outcome in collect_outcomes(_loses_a_worker_as_it_compares, 2):
         assert "DataLoader worker (pid 4711) is killed by signal" in str(outcome.message), outcome

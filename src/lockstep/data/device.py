@@ -8,6 +8,7 @@ import torch
 
 from lockstep import accelerator
 from lockstep.data.fetch import Fetched
+from lockstep.data.inner import passing_errors_on
 from lockstep.trees import dense_parts, leaves, to_device
 
 
@@ -15,11 +16,13 @@ def on_device(fetched: Iterable[Fetched], device: torch.device) -> Iterator[Fetc
     """Return the same batches on ``device``: each is copied on a separate stream while the one before is used."""
     stream = accelerator.new_stream(device)
     ahead: tuple[Fetched, torch.Event] | None = None
-    for item in fetched:
-        following = _send(item, device, stream)
-        if ahead is not None:
-            yield _receive(*ahead, device)
-        ahead = following
+    batches = iter(fetched)
+    with passing_errors_on(batches):
+        for item in batches:
+            following = _send(item, device, stream)
+            if ahead is not None:
+                yield _receive(*ahead, device)
+            ahead = following
     if ahead is not None:
         yield _receive(*ahead, device)
 

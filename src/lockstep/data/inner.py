@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -144,6 +145,21 @@ def loader_like(loader: DataLoader[Fetched], dataset: StreamDataset, *, persiste
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers and persistent,
     )
+
+
+@contextmanager
+def passing_errors_on(batches: Iterator[Fetched]) -> Iterator[None]:
+    """A context whose errors are raised in ``batches`` as well, if that is a generator.
+
+    While a rank is busy with a batch, torch may raise that one of its workers has died. If the rank reads for others,
+    they are to hear of that, and not that it has left its loop, as a generator that is only closed tells them.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(batches, Generator):
+            batches.throw(error)
+        raise
 
 
 def naming_dead_workers(batches: Iterable[Fetched]) -> Iterator[Fetched]:

@@ -16,7 +16,7 @@ case the ranks compare the first batch that each has read: of a whole stream it 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -27,6 +27,7 @@ from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.world import World
 from lockstep.data.cursor import Cursor, LoaderState
 from lockstep.data.fetch import PASSED_OVER, Fetched, Pass
+from lockstep.data.inner import passing_errors_on
 from lockstep.data.mixing import mix
 from lockstep.data.source import Shardable
 from lockstep.data.streams.dataset import StreamDataset
@@ -103,14 +104,8 @@ class WholePass:
         """
         first = next(fetched, None)
         # (A rank whose stream is empty compares as well: the others wait for it.)
-        try:
+        with passing_errors_on(fetched):
             self._compare_first(None if first is None else first.fingerprint)
-        except Exception as error:
-            # While a rank waits here, torch may raise that one of its workers has died. If it reads for the others,
-            # they are to hear of that, and not that it has left its loop.
-            if isinstance(fetched, Generator):
-                fetched.throw(error)
-            raise
         if first is None:
             return
         fetched = chain([first], fetched)

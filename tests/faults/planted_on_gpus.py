@@ -171,7 +171,7 @@ GPU_FAULTS = [
     ),
     Fault(
         "gradients that are kept are looked at one by one",
-        "ddp/reducer.py",
+        "ddp/accumulated.py",
         "        read = iter(torch.stack([moved(grad.any(), home) for grad in on_devices]).tolist())\n",
         "        read = iter([bool(grad.any().to(home)) for grad in on_devices])\n",
         ("tests/ranks/test_gpu_counts.py", "-k", "kept_gradients"),

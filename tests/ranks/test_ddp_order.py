@@ -180,3 +180,41 @@ def test_going_back_to_before_the_first_step_forgets_the_order(tmp_path: Path) -
         registered, learned = layouts[3], layouts[0]
         assert layouts == [learned] * 3 + [registered] + [learned] * 3 + [registered]
         assert registered != learned
+
+
+def _frozen(folder: str, resumes: bool) -> tuple[list[str], list[Values]]:
+    """Freeze layers after ``replicate``, before the order of gradients is learned or loaded; thaw them later."""
+    world = lockstep.init()
+    model, optimizer = _new(world)
+    saved = lockstep.Checkpointer(Path(folder), model=model, optimizer=optimizer)
+    model.layers[:3].requires_grad_(False)
+    if resumes:
+        saved.restore()
+    for step in range(6):
+        if step == 4:
+            model.layers.requires_grad_(True)
+        _step(model, optimizer, world, step, False)
+        if step == 2 and not resumes:
+            saved.save(epoch_done=False)
+    return [*replica_of(model).reducer.names], _values(model)
+
+
+def _frozen_alone(first: int) -> list[Values]:
+    torch.manual_seed(0)
+    model = HeadFirst()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in [*range(first), *range(6)]:
+        model.layers[:3].requires_grad_(step >= 4)
+        loss = sum(nn.Sequential(model.stem, model.layers)(_batch(step, rank)).square().mean() for rank in range(2))
+        (loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return _values(model)
+
+
+def test_layers_that_are_frozen_after_replicate_stay_in_the_order(tmp_path: Path) -> None:
+    for resumes, first in ((False, 0), (True, 3)):
+        for names, params in run_ranks(_frozen, 2, str(tmp_path), resumes):
+            assert "layers.0.weight" in names
+            for own, expected in zip(params, _frozen_alone(first), strict=True):
+                np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)

@@ -10,6 +10,7 @@ from torch import nn
 
 import lockstep
 from lockstep.ddp.absent import AbsentGradients
+from lockstep.ddp.backward import Backward
 from lockstep.ddp.bucket import SMALL, Bucket
 from lockstep.ddp.comm_hooks import GradBucket
 from lockstep.ddp.reducer import Reducer
@@ -294,6 +295,62 @@ def _abandoned() -> None:
 
 def test_an_abandoned_backward_leaves_a_clean_state() -> None:
     run_ranks(_abandoned, 2)
+
+
+def _taken_over() -> None:
+    """A backward fails with a bucket under way, and the parameters are laid out anew."""
+    world = lockstep.init()
+    old, new = _reducer(), _reducer()
+    for step in range(2):
+        for param in old.params:
+            param.grad = None
+        old.begin(sync=True)
+        if step == 0:  # the first one sends all at the end
+            _deliver(old, [3, 2, 1, 0], step)
+            old.finish()
+    assert _deliver(old, [3], 1) == [1]
+    old.abandon()
+    assert [bucket.index for bucket in old._under_way] == [0]
+    new.take_over(old)
+    assert not old._under_way
+    new.begin(sync=True)
+    _deliver(new, [3, 2, 1, 0], 2)
+    new.finish()
+    _assert_averages(new, 2)
+    assert world.world_size == 2
+
+
+def test_a_new_layout_waits_for_what_a_failed_backward_has_sent() -> None:
+    run_ranks(_taken_over, 2)
+
+
+def _no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(_: Backward) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    reducer = _reducer()
+    for param in reducer.params:
+        param.grad = torch.ones_like(param)
+    reducer.begin(sync=False, weight=1.0)
+    _deliver(reducer, [3, 2, 1, 0], 0)
+    reducer.finish()
+    with monkeypatch.context() as patch:
+        patch.setattr(Backward, "prepare", prepare)
+        with pytest.raises(torch.OutOfMemoryError):
+            reducer.begin(sync=True, weight=0.5)
+    assert not any(param._backward_hooks for param in reducer.params)
+    reducer.begin(sync=True, weight=0.5)
+    assert all(len(param._backward_hooks or {}) == 1 for param in reducer.params)
+
+
+def _without_memory() -> None:
+    lockstep.init()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _no_memory(monkeypatch)
+
+
+def test_a_backward_that_cant_begin_leaves_no_hooks() -> None:
+    run_ranks(_without_memory, 1)
 
 
 def _unannounced() -> None:

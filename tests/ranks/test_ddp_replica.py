@@ -313,6 +313,28 @@ def test_buffers_are_rank_0s_before_each_forward_and_after_each_backward(attach:
     assert first[0][1] == pytest.approx(float(alone.norm.running_mean.sum()))  # type: ignore[union-attr]
 
 
+def _two_modes(forgets: bool) -> list[float]:
+    """A backward through a forward in training and one in evaluation, which it reaches first, on all ranks or some."""
+    w = lockstep.init(timeout=20)
+    model = Normalised()
+    lockstep.replicate(model)
+    sums = []
+    for step in range(2):
+        trained = squares(model, w.rank, step)
+        model.eval()
+        other = squares(model, w.rank, 10 + step)
+        model.train()
+        differentiate(trained if forgets and w.rank == 1 else trained + other)
+        sums.append(float(model.norm.running_mean.sum()))  # type: ignore[union-attr]
+    return sums
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_buffers_are_rank_0s_whichever_forward_a_backward_reaches_first(forgets: bool) -> None:
+    first, second = run_ranks(_two_modes, 2, forgets)
+    assert first == second
+
+
 def _own_buffers() -> float:
     w = lockstep.init()
     model = lockstep.replicate(Normalised(), broadcast_buffers=False)

@@ -558,3 +558,43 @@ def test_a_run_whose_ranks_drew_different_numbers_says_so_on_another_number_of_t
     assert len(told) == 1
     assert "used differently on each rank" in told[0]
     assert others == [[], []]
+
+
+def _is_not_finite(set_to_none: bool) -> list[str]:
+    """Catch the error of a step that is not finite in the first of two models, and train on in the next epoch."""
+    lockstep.init(timeout=20)
+    models = [_model(check_finite="raise"), _model()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    params = [param for model in models for param in model.parameters()]
+    loader, steps, seen = _loader(slices=4), 0, []
+    for param in params:
+        param.grad = torch.ones_like(param)
+
+    def train() -> None:
+        nonlocal steps
+        for step in loader.steps():
+            steps += 1
+            for x, y in step:
+                for place, model in enumerate(models):
+                    loss = cross_entropy(model(x), y)
+                    (loss * float("nan") if steps == 1 and not place else loss).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=set_to_none)
+
+    with pytest.raises(lockstep.NonFiniteGradient):
+        train()
+    assert all(param.grad is not None and torch.equal(param.grad, torch.ones_like(param)) for param in params)
+    seen.append(digest([param.grad for param in params]))
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=set_to_none)
+    train()
+    assert steps > 3
+    return [*seen, digest([model.state_dict() for model in models])]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_training_goes_on_after_a_step_that_was_not_finite(set_to_none: bool) -> None:
+    expected = run_ranks(_is_not_finite, 1, set_to_none)[0]
+    for world_size in (2, 3):
+        assert run_ranks(_is_not_finite, world_size, set_to_none) == [expected] * world_size

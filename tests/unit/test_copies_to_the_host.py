@@ -12,9 +12,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from lockstep.data_parallel.copies import changed, transfer
 from lockstep.data_parallel.scatter import scatter
+from lockstep.ddp.accumulated import _are_not_zero
 from lockstep.ddp.digest import BITS
 from lockstep.ddp.drift import _combine
-from lockstep.ddp.reducer import _are_not_zero
 from lockstep.ddp.same_batches import FLAGS, _flags_of
 from lockstep.trees import to_device
 from tests.device import simulation

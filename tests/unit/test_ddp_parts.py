@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.waiting import failure
+from lockstep.ddp.accumulated import AccumulatedWeights
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.compare import explain_difference, first_difference
 from lockstep.ddp.hooks import MOST_PARTS, Forwards, tensors_in
 from lockstep.ddp.options import ReplicaOptions
-from lockstep.ddp.reducer import AccumulatedWeights
 from lockstep.errors import CollectiveTimeout, PeerLost
 from lockstep.trees import to_device
 
@@ -252,3 +252,16 @@ def test_a_few_kept_gradients_are_put_aside_and_many_keep_the_memory() -> None:
         param.grad = None
     bucket.leave_to_holders()
     assert bucket.flat is not home
+
+
+@pytest.mark.parametrize("attached", range(5))
+def test_a_gradient_that_nobody_holds_is_not_put_aside(attached: int) -> None:
+    """Whichever gradients the script has kept in their parameters."""
+    params = [nn.Parameter(torch.zeros(3)) for _ in range(5)]
+    for count in range(1, 6):
+        bucket = Bucket(0, range(count), params[:count])
+        bucket.unpack_as_views()
+        for place, param in enumerate(params[:count]):
+            if place != attached:
+                param.grad = None
+        assert bucket.held.find() == []

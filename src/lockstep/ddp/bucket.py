@@ -206,8 +206,8 @@ class HeldGradients:
         aliased = self._owners() > self._owners_alone
         if not aliased and _references_to(self._views) == self._references_alone:
             return []
-        pairs = zip(self._params, self._views, strict=True)
-        loose = [slot for slot, (param, view) in enumerate(pairs) if param.grad is not view]
+        # (No iterator over the views outlives this line: it may hold one of them, which then counts as held.)
+        loose = [slot for slot, param in enumerate(self._params) if param.grad is not self._views[slot]]
         if aliased:
             return loose
         return [slot for slot in loose if _references_to(self._views[slot : slot + 1]) > self._references_of_one]

@@ -101,8 +101,12 @@ class BackwardListener(Protocol):
         """Return whether a backward has begun and not ended."""
         ...
 
-    def gradient_unannounced(self) -> None:
-        """Handle a gradient that came although no backward has begun: it passed none of forward's outputs."""
+    def gradient_unannounced(self, *, has_come: bool) -> None:
+        """Handle a gradient of a backward that has not begun: it passes none of forward's outputs.
+
+        Args:
+            has_come: whether it is in ``grad`` already; see Note [Unannounced gradients] in ``accumulated.py``.
+        """
         ...
 
     def parameters_unreached(self) -> None:

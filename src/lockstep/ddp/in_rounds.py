@@ -62,9 +62,10 @@ class InRounds:
         reducer = Reducer(params, names, buckets=[], group=self._group, listener=replica)
 
         @_torch.mark_untraced
-        def on_gradient(_: Tensor) -> None:
+        def on_gradient(param: Tensor) -> None:
             if reducer.backward is None:
-                replica.gradient_unannounced()
+                assert isinstance(param, nn.Parameter)  # it has the hook
+                reducer.begin_unannounced(param)
 
         return reducer, [param.register_post_accumulate_grad_hook(on_gradient) for param in params]
 

@@ -28,13 +28,15 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn import Parameter
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -52,6 +54,23 @@ _Slot = tuple[dict[str, Any], str, object]
 
 #: Module within a replica -> the replica's parameters.
 _owners: weakref.WeakKeyDictionary[nn.Module, OwnParameters] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def thawed(params: Sequence[Parameter]) -> Iterator[None]:
+    """A context in which none of ``params`` is frozen, since autograd takes hooks and gives nodes for no other ones.
+
+    A parameter that a script freezes after ``replicate`` stays in the layout, whose order the ranks share, and is like
+    one that a loss does not use.
+    """
+    frozen = [param for param in params if not param.requires_grad]
+    for param in frozen:
+        param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad_(False)
 
 
 class OwnParameters:

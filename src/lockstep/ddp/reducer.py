@@ -17,33 +17,13 @@ Where everything is reduced at the end (Note [One reduction]) a look at every ``
 less than a hook that runs a microsecond of Python for each parameter. But only hooks reveal a backward that does not
 come through the module's outputs: a gradient penalty's, which differentiates a gradient, another method's, a term of
 the parameters alone. Without them its gradients would stay on their rank, and the replicas would silently diverge.
-
-Note [Accumulated weights]
-~~~~~~~~~~~~~~~~~~~~~~~~~~
-A backward's gradients count ``w`` (Note [Exact mean]), and the reducer multiplies by it once, when it fills a bucket.
-Gradients that were accumulated without synchronisation are multiplied together with the new ones, which is right as
-long as the weights are equal. If they are not, then at the start of the backward
-
-- each incoming gradient is multiplied by its own weight and divided by the weight of the accumulated gradients, before
-  it is added, by a hook on the parameter;
-- the reducer multiplies by the latter. If that is 0, the accumulated gradients are zeroed instead.
-
-The value of ``grad`` before the accumulation began is the same on all ranks, and the weights of all ranks sum to the
-world size, so multiplying it as well changes nothing in the end. An empty share (w = 0) holds NaN, which no factor
-removes: the incoming gradient is replaced by zeros, and a ``grad`` that was None is None again afterwards.
-
-Where items are counted (Note [Items of all ranks] in ``items.py``), w is their number until the whole is known, and
-the accumulated gradients are one mean over all of them: the rank sends the sum of its counts. The weights of the first
-backward then do not sum to the whole, and an earlier value of ``grad`` would lose part of itself: it is put aside when
-the accumulation begins, and added to the average in the end. A script that drops accumulated gradients (``zero_grad``)
-has dropped their items, too, which is detected: all gradients are gone, or are zero and were written to since.
 """
 
 from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +35,7 @@ from lockstep import _torch
 from lockstep.bits import hexdigest
 from lockstep.comm.waiting import wait_for
 from lockstep.ddp.absent import AbsentGradients
+from lockstep.ddp.accumulated import AccumulatedWeights
 from lockstep.ddp.backward import Averaging, Backward
 from lockstep.ddp.bucket import SMALL, Bucket
 from lockstep.ddp.comm_hooks import CommHook
@@ -65,8 +46,7 @@ from lockstep.ddp.portions import Portions
 from lockstep.ddp.rider import Rider
 from lockstep.ddp.sparse import SparseSlot
 from lockstep.errors import CollectiveMismatch, LockstepError
-from lockstep.step.share import MOST_ITEMS, BatchId
-from lockstep.trees import moved
+from lockstep.step.share import BatchId
 
 #: Most bytes of all parameters together, and least bytes of each, that are compared at the end of a job.
 _MOST_DIGESTED, _LEAST_DIGESTED = 1 << 22, 256
@@ -122,7 +102,9 @@ class Reducer:
         self._listener, self._overlap = listener, overlap
         self._home = {position: bucket for bucket in buckets for position in bucket.positions}
         self._sparse = {slot.position: slot for slot in sparse}
-        self._weights, self._totals = AccumulatedWeights(params), ItemTotals(group)
+        self._weights, self._totals = AccumulatedWeights(params, self._describe), ItemTotals(group)
+        #: The weight of the backward under way if it is a plain one: it averages, and nothing has accumulated.
+        self._plain: float | None = None
         # The buckets are laid out for these: all dtypes, and the devices of the first and the last parameter.
         self._ends = [*self.params[:1], *self.params[-1:]]
         self._dtypes, self._devices = [*map(_dtype, self.params)], [*map(_device, self._ends)]
@@ -137,6 +119,8 @@ class Reducer:
         #: Number of synchronised backwards begun, and of forwards reported without one; see Note [Labels].
         self._begun = 0
         self._left_out = 0
+        #: Handles of the hooks in front of the parameters; none as long as forward announces all backwards.
+        self.in_front: list[torch.utils.hooks.RemovableHandle] = []
 
     @property
     def step(self) -> int:
@@ -198,14 +182,26 @@ class Reducer:
         own = weight if items is None else float(items)
         asks = sync and not joins and (weights.items is not None or self._totals.asks_all)
         item = self._weigh_item() if asks else 1.0
-        in_buckets, kept = weights.enter(own, self._all.pending)
-        self._open(
-            sync=sync, factor=in_buckets * item, divisor=divisor, kept=kept, discards=own == 0 or in_buckets == 0
-        )
+        is_plain = sync and own != 0 and weights.waiting is None and weights.items is None
+        self._plain = own if is_plain else None
+        in_buckets, kept = (own, {}) if is_plain else weights.enter(own, self._all.pending, sync=sync)
+        try:
+            self._open(
+                sync=sync, factor=in_buckets * item, divisor=divisor, kept=kept, discards=own == 0 or in_buckets == 0
+            )
+        except BaseException:
+            self._leave_weights(synced=False)
+            raise
         self._absent_now = self._absent.expect() if sync and self._absent is not None else set()
         for position in self._absent_now:
             if (home := self._home.get(position)) is not None:
                 home.turn.expected -= 1
+
+    def _leave_weights(self, *, synced: bool) -> None:
+        if self._plain is None:
+            self._weights.leave(synced=synced)
+        elif not synced:
+            self._weights.waiting = self._plain
 
     def _weigh_item(self) -> float:
         """**Collective** if items are counted. Return the factor of this rank's weight."""
@@ -242,6 +238,35 @@ class Reducer:
             backward.sync, backward.number = True, self._begun
             backward.prepare()
 
+    def begin_unannounced(self, early: Parameter | None = None) -> None:
+        """Begin a backward that comes through no output of forward; see Note [Unannounced gradients].
+
+        Args:
+            early: the parameter that has got its gradient; None: nothing was added to any ``grad`` yet.
+        """
+        if self._listener is None:
+            raise LockstepError(f"{self._all.whoami()}: a gradient arrived, but no backward began")
+        self._weights.early = early
+        try:
+            self._listener.gradient_unannounced(has_come=early is not None)
+        finally:
+            self._weights.early = None
+        if not self.in_front:
+            self.look_in_front()
+
+    def look_in_front(self) -> None:
+        """Have unannounced backwards begin before their first gradient is added; see Note [Unannounced gradients]."""
+
+        @_torch.mark_untraced
+        def on_incoming(grad: Tensor) -> Tensor | None:
+            if self.backward is not None:
+                return None
+            self.begin_unannounced()
+            return self._weights.weighed(grad)
+
+        hook = torch.utils.hooks.unserializable_hook(on_incoming)  # a copy of the model goes without it
+        self.in_front = [param.register_hook(hook) for param in self.params if param.requires_grad]
+
     def ready_hook(self, position: int) -> Callable[[object], None]:
         """Return the hook to call when parameter ``position`` has got a gradient; its argument is ignored.
 
@@ -253,7 +278,7 @@ class Reducer:
         @_torch.mark_untraced
         def on_gradient_at_last(_: object = None) -> None:
             if self.backward is None:
-                self._begin_unannounced()
+                self.begin_unannounced(self.params[position])
             append(position)
 
         if home is None:
@@ -264,7 +289,7 @@ class Reducer:
         @_torch.mark_untraced
         def on_gradient(_: object = None) -> None:
             if self.backward is None:
-                self._begin_unannounced()
+                self.begin_unannounced(self.params[position])
             append(position)
             if len(arrived) >= turn.expected:
                 self._issue_full_buckets()
@@ -276,7 +301,7 @@ class Reducer:
         @_torch.mark_untraced
         def on_large_gradient(_: object = None) -> None:
             if self.backward is None:
-                self._begin_unannounced()
+                self.begin_unannounced(self.params[position])
             append(position)
             if self._moves and not torch.is_grad_enabled() and not _has_other_hooks(param):
                 if self._portions.packs_early(position):
@@ -302,7 +327,8 @@ class Reducer:
         """
         backward = self.backward
         assert backward is not None, "no backward is under way"
-        self._weights.leave(synced=backward.sync)
+        if self._plain is None:
+            self._weights.leave(synced=backward.sync)
         try:
             mistake = backward.find_mistake()
             if not backward.sync:
@@ -332,7 +358,7 @@ class Reducer:
     def abandon(self) -> None:
         """Forget the backward under way, which ended with an error. ``begin`` waits for the buckets it sent."""
         if self.backward is not None:
-            self._weights.leave(synced=False)
+            self._leave_weights(synced=False)
         self._close()
 
     def match_without_gradients(self, divisor: int) -> None:
@@ -375,7 +401,9 @@ class Reducer:
         self._all.use_hook((state, hook))
 
     def take_over(self, old: Reducer) -> None:
-        """Continue where a reducer over other parameters of the same module stands."""
+        """**Collective** if a failed backward has left anything under way. Continue where a reducer over other
+        parameters of the same module stands."""
+        old._drain()
         self._all.step = old._all.step
         self._all.use_hook(old._all.comm_hook)
         self._totals.take_over(old._totals)
@@ -415,10 +443,9 @@ class Reducer:
         assert self.backward is not None, "no backward is under way"
         return self.backward
 
-    def _begin_unannounced(self) -> None:
-        if self._listener is None:
-            raise LockstepError(f"{self._all.whoami()}: a gradient arrived, but no backward began")
-        self._listener.gradient_unannounced()
+    def _describe(self, param: Parameter) -> str:
+        name = next(name for name, each in zip(self._all.names, self.params, strict=True) if each is param)
+        return f"{self._all.whoami()}: parameter '{name}'"
 
     def _close(self) -> None:
         if self.backward is not None:
@@ -459,160 +486,6 @@ class Reducer:
         """Drop all gradients, so that the optimizer's step changes no momentum, decay or count of steps."""
         for param in self.params:
             param.grad = None
-
-
-def _are_not_zero(grads: Sequence[Tensor]) -> Iterator[bool]:
-    """Yield whether each of some gradients has elements that are not 0; of sparse ones always. Devices are waited for
-    once, for all of them."""
-    looks = [grad.layout == torch.strided for grad in grads]
-    on_devices = [grad for grad, is_dense in zip(grads, looks, strict=True) if is_dense and not grad.is_cpu]
-    read: Iterator[bool] = iter(())
-    if on_devices:
-        home = on_devices[0].device
-        read = iter(torch.stack([moved(grad.any(), home) for grad in on_devices]).tolist())
-    for grad, is_dense in zip(grads, looks, strict=True):
-        yield True if not is_dense else bool(grad.any()) if grad.is_cpu else next(read)
-
-
-class AccumulatedWeights:
-    """The weight by which the gradients in ``grad`` still have to be multiplied; see Note [Accumulated weights]."""
-
-    def __init__(self, params: Sequence[Parameter]) -> None:
-        self._params = list(params)
-        #: The weight that accumulated gradients are still to be multiplied by; None if none have accumulated.
-        self._waiting: float | None = None
-        self._bucket_weight = 1.0
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._absent: list[Parameter] = []
-        #: Number of items of the accumulated gradients and of the backward under way; None: not counted.
-        self.items: int | None = None
-        #: True if only some of the accumulated gradients were counted.
-        self.is_mixed = False
-        #: Parameters, and the gradients that they had before the accumulation.
-        self.aside: list[tuple[Parameter, Tensor]] = []
-        #: The accumulated gradients after the last backward, with their version counters.
-        self._accumulated: list[tuple[Tensor, int]] = []
-
-    def count(self, items: int, *, sync: bool) -> None:
-        """Begin a backward whose gradients are of ``items`` items; before :meth:`enter`.
-
-        Raises:
-            LockstepError: too many items have accumulated to be sent.
-        """
-        if self._waiting is not None and self._is_dropped():
-            self._waiting = None
-        if self._waiting is None:
-            self.items, self.is_mixed = 0, False
-            self.aside.clear()
-            if not sync:
-                self._put_aside()
-        elif self.items is None:
-            self.items, self.is_mixed = 0, True
-        self.items = (self.items or 0) + items
-        if self.items >= MOST_ITEMS:
-            raise LockstepError(f"{self.items} items have accumulated without an average: expected less than 2**48")
-
-    def leave_uncounted(self) -> None:
-        """Begin a backward whose items are not counted, after one whose items were."""
-        if self._waiting is None or self._is_dropped():
-            self._waiting, self.items = None, None
-            self.aside.clear()
-        else:
-            self.is_mixed = True
-
-    def _is_dropped(self) -> bool:
-        """Return whether the script has dropped the accumulated gradients."""
-        if all(param.grad is None for param in self._params):
-            return True
-        if not self._accumulated or any(grad._version == version for grad, version in self._accumulated):
-            return False
-        return not any(_are_not_zero([grad for grad, _ in self._accumulated]))
-
-    @torch.no_grad()
-    def _put_aside(self) -> None:
-        there = [(param, param.grad) for param in self._params if param.grad is not None]
-        for (param, grad), is_not_zero in zip(there, _are_not_zero([grad for _, grad in there]), strict=True):
-            if is_not_zero:
-                self.aside.append((param, grad.clone()))
-                grad.zero_()
-
-    @torch.no_grad()
-    def add_back(self) -> None:
-        """Add the gradients from before the accumulation to the averages."""
-        for param, before in self.aside:
-            grad = param.grad
-            if grad is not None:
-                param.grad = grad.add_(before) if grad.layout == torch.strided else grad + before
-        self.aside.clear()
-
-    def enter(self, weight: float, pending: set[int]) -> tuple[float, dict[int, Tensor]]:
-        """Begin a backward with ``weight``.
-
-        Args:
-            weight: this rank's weight.
-            pending: positions of the parameters with accumulated gradients.
-
-        Returns:
-            The weight that the buckets are to use, and copies, by position, of the gradients that were zeroed although
-            perhaps no rank has used their parameter.
-        """
-        waiting = self._waiting
-        kept: dict[int, Tensor] = {}
-        if waiting is None or all(param.grad is None for param in self._params):
-            waiting = weight
-        elif waiting == 0 and weight != 0:
-            kept = self._drop_accumulated(pending)
-            waiting = weight
-        self._bucket_weight = waiting
-        if weight == 0:
-            self._absent = [param for param in self._params if param.grad is None]
-        if weight == 0 or weight != waiting:
-            self._weigh_incoming(weight and weight / waiting)
-        return waiting, kept
-
-    def leave(self, *, synced: bool) -> None:
-        """End the backward, before its gradients are averaged."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for param in self._absent:
-            param.grad = None
-        self._absent = []
-        self._waiting = None if synced else self._bucket_weight
-        if self.items is not None:
-            grads = [] if synced else [param.grad for param in self._params if param.grad is not None]
-            self._accumulated = [(grad, grad._version) for grad in grads if grad.layout == torch.strided]
-            if synced:
-                self.items, self.is_mixed = None, False
-
-    def take_over(self, old: AccumulatedWeights) -> None:
-        """Continue where the weights of other parameters of the same module stand."""
-        self._waiting = old._waiting
-        self.items, self.is_mixed = old.items, old.is_mixed
-        self.aside, self._accumulated = old.aside, old._accumulated
-
-    def forget(self) -> None:
-        """Forget that anything has accumulated."""
-        self._waiting = None
-
-    @torch.no_grad()
-    def _drop_accumulated(self, pending: set[int]) -> dict[int, Tensor]:
-        kept: dict[int, Tensor] = {}
-        for position, param in enumerate(self._params):
-            if param.grad is not None:
-                if position not in pending:
-                    kept[position] = param.grad.clone()
-                param.grad.zero_()
-        return kept
-
-    def _weigh_incoming(self, weight: float) -> None:
-        @_torch.mark_untraced
-        def weigh(grad: Tensor) -> Tensor:
-            return torch.zeros_like(grad) if weight == 0 else grad * weight
-
-        for param in self._params:
-            if param.requires_grad:
-                self._handles.append(param.register_hook(weigh))
 
 
 def _has_other_hooks(param: Parameter) -> bool:

@@ -27,7 +27,7 @@ from lockstep.ddp.in_rounds import InRounds
 from lockstep.ddp.layout import sparse_parameters
 from lockstep.ddp.members import parameters_of, tensors_of
 from lockstep.ddp.options import ReplicaOptions
-from lockstep.ddp.parameters import OwnParameters
+from lockstep.ddp.parameters import OwnParameters, thawed
 from lockstep.ddp.slice_member import SliceMember, forward_in_slice, of_other_slice
 from lockstep.ddp.synchroniser import Synchroniser
 from lockstep.errors import LockstepError
@@ -137,10 +137,13 @@ class Replica(Joinable, BackwardListener):
         self._watch.turn_to(self.reducer.params)
 
     def lay_out_anew(self) -> None:
-        """Lay the buckets of the same parameters out anew, between two backwards: the synchroniser plans otherwise."""
+        """**Collective** as :meth:`Reducer.take_over` is. Lay the buckets of the same parameters out anew, between two
+        backwards: the synchroniser plans otherwise."""
         old = self.reducer
+        with thawed(old.params):
+            reducer, handles = self._sync.lay_out(self.tensors.module(), old.params, [*old.names])
         self._remove_hooks()
-        self.reducer, self._handles = self._sync.lay_out(self.tensors.module(), old.params, [*old.names])
+        self.reducer, self._handles = reducer, handles
         self.reducer.take_over(old)
 
     def _close(self) -> None:
@@ -186,7 +189,7 @@ class Replica(Joinable, BackwardListener):
         self._closing.detach()  # it would keep this replica for as long as the module lives
 
     def _remove_hooks(self) -> None:
-        for handle in self._handles:
+        for handle in [*self._handles, *self.reducer.in_front]:
             handle.remove()
 
     def at_end(self) -> tuple[str, list[tuple[str, str]]] | None:
@@ -242,11 +245,13 @@ class Replica(Joinable, BackwardListener):
             if any(map(_requires_grad, self._frozen)):
                 self._train_unfrozen(module)
             if slicing.current is None:
-                self._latest = self._sync.forward_begins(module, inputs, records=records)
+                forward = self._sync.forward_begins(module, inputs, records=records)
                 for look in self.checks.looks[:] if records else ():
-                    look.forward_begins(self._latest, inputs)
+                    look.forward_begins(forward, inputs)
             else:
-                self._latest = self._announce_in_slice(trains=records or training)
+                forward = self._announce_in_slice(trains=records or training)
+            if records:  # no backward can come through any other
+                self._latest = forward
         # This comes last, since a stream that was entered must be left again, also if the forward fails.
         streams.current.enter(module, draws=module.training)
 
@@ -286,9 +291,9 @@ class Replica(Joinable, BackwardListener):
 
     # Backward -------------------------------------------------------------------------------------------------------
 
-    def gradient_unannounced(self) -> None:
+    def gradient_unannounced(self, *, has_come: bool) -> None:
         """Begin the backward that brings a gradient unannounced."""
-        self._is_unannounced = True
+        self._is_unannounced = has_come
         try:
             self._watch.open(self._known_last())
         finally:
@@ -329,9 +334,14 @@ class Replica(Joinable, BackwardListener):
             raise refusals.weighed_apart(self.whoami())
         if self._items is None and forward.weight != current.weight:
             raise refusals.with_other_shares(self.whoami(), current, forward)
+        joined = current
         if forward.sync and not current.sync:
             self._sync.require_sync()
-            self._current = forward
+            joined = forward
+        # Whichever of them the backward has reached first, and on whatever ranks: any of them may ask for buffers.
+        if not joined.sends_buffers and (forward.sends_buffers or current.sends_buffers):
+            joined = joined._replace(sends_buffers=True)
+        self._current = joined
 
     def backward_ends(self) -> None:
         """**Collective** if it averages. Write the averages, and make the buffers equal."""

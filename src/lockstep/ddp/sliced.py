@@ -412,7 +412,15 @@ class SlicedGradients:
         for each in says:
             self._before.take_over(each["cleared"])
         self._skip_to(step.cut.runs[self._rank][1])
-        sums = self._partial.sums
+        try:
+            self._finish(step, says, self._partial.sums)
+        except BaseException:
+            self.forget()
+            raise
+        self._close()
+
+    def _finish(self, step: SlicedStep, says: Sequence[dict[str, Any]], sums: list[Leaf]) -> None:
+        """**Collective.** Do as :meth:`end`, from this rank's sums."""
         if step.world.world_size == 1:
             total = sums[0]
             present = [grad for grad in total[: len(self._params)] if grad is not None]
@@ -428,7 +436,6 @@ class SlicedGradients:
             self._write_gradients(total)
             self._warn_of_none(total, says)
         self._buffers.write(step, total[len(self._params) :], self._group)
-        self._close()
 
     def _is_skipped(self, step: SlicedStep, sums: Sequence[Leaf], *, finite: bool) -> bool:
         assert self._finite is not None  # called only if there is one

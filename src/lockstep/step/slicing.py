@@ -323,16 +323,20 @@ class SlicedStep:
             for number, say in each[3].items():
                 self.says.setdefault(int(number), []).append(say)
         current = None
-        for number in sorted(self.said):
-            member = _members.get(number)
-            if member is None:
-                raise LockstepError(
-                    f"{self.whoami()}: another rank has trained a model or used a log that no longer exists here: "
-                    "keep a reference to it on every rank"
-                )
-            member.step_ends(self)
-        for number in sorted(set(_members) - set(self.said)):
-            _members[number].forget()
+        ended: set[int] = set()
+        try:
+            for number in sorted(self.said):
+                member = _members.get(number)
+                if member is None:
+                    raise LockstepError(
+                        f"{self.whoami()}: another rank has trained a model or used a log that no longer exists here: "
+                        "keep a reference to it on every rank"
+                    )
+                ended.add(number)
+                member.step_ends(self)
+        finally:  # also if the end of one has failed
+            for number in sorted(set(_members) - ended):
+                _members[number].forget()
         return None
 
     def _tell(self, failure: str | None) -> list[list[Any]]:

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.ddp.api import replica_of
-from lockstep.errors import ReplicaMismatch
 from tests.backends import BOTH, EACH_BACKEND, OVER_ALL, OVER_BOTH
 from tests.harness import collect_outcomes, run_ranks
 from tests.ranks.ddp_cases import batch, differentiate, inputs_for, mlp
@@ -61,8 +60,8 @@ def _steps_until_found(
 # Planted ------------------------------------------------------------------------------------------------------------
 
 _KINDS = ("parameter", "exp_avg", "exp_avg_sq", "step")
-#: Steps until a difference that was found on a GPU has come to the host, which does not wait for it.
-_LATER = {"nccl": 2}
+#: Steps until a difference that was found on a GPU is read by the host, which does not wait for it.
+_LATER = {"nccl": 1}
 
 
 def _flip_and_train(
@@ -294,6 +293,36 @@ def test_what_has_the_parameters_shape_must_be_equal() -> None:
         assert "differ in _Own's 'own' of parameter '0.weight'" in str(outcome.message)
 
 
+class _Large(torch.optim.SGD):
+    """Keeps 5 MiB on rank 0 alone, which are more parts than the other ranks have."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        if dist.get_rank() == 0:
+            param = self.param_groups[0]["params"][0]
+            self.state[param]["own"] = torch.zeros(5 << 18, device=param.device)
+
+
+def _keep_more() -> tuple[int, str] | None:
+    w = lockstep.init()
+    model = lockstep.replicate(mlp(torch.float32).to(w.device), compare_every=20)
+    optimizer = _Large(model.parameters(), lr=0.01)
+    for step in range(50):
+        _step(model, optimizer, w.rank, step)
+    if w.rank:
+        _write_bit(model.get_parameter("0.weight"), 3)
+    return _steps_until_found(model, optimizer, first=50, most=25)
+
+
+@OVER_ALL
+def test_ranks_that_hold_more_than_others_compare_in_the_same_steps_as_they(each_backend: str) -> None:
+    for found in run_ranks(_keep_more, 2):
+        assert found is not None
+        steps, said = found
+        assert steps <= 20 + _LATER.get(each_backend, 0)
+        assert "differ in parameter '0.weight'" in said
+
+
 def _share_the_state_out() -> bool:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -502,13 +531,13 @@ def _late(seconds: float) -> list[int]:
         took(seconds if w.rank else spent, parts=parts, step=step)
 
     drift._costs.add = add  # type: ignore[method-assign, assignment]
-    judge = drift.judge
+    fill = drift.fill
 
-    def judged(flags: Tensor) -> ReplicaMismatch | None:
+    def filled(flags: Tensor) -> None:
         compared.append(drift._schedule.step)
-        return judge(flags)
+        fill(flags)
 
-    drift.judge = judged  # type: ignore[method-assign]
+    drift.fill = filled  # type: ignore[method-assign]
     for step in range(150):
         _step(model, optimizer, w.rank, step)
     return compared

@@ -169,10 +169,9 @@ class GradientChecks:
         """
         if self._guard is not None:
             self._guard.averaged_unseen(step.whoami())
-        if self.drift is not None and self.drift.count():
-            mismatch = self.drift.exchange_alone()
-            if mismatch is not None:
-                raise mismatch
+        mismatch = None if self.drift is None else self.drift.compare_alone()
+        if mismatch is not None:
+            raise mismatch
 
     def expect_differences(self) -> None:
         """Stop comparing the replicas: they are trained in a way that need not keep them equal."""

@@ -27,16 +27,18 @@ steps at most, and parts are made large enough for that; so a difference is foun
 comparing is. Where a step is slow and a comparison is not, several parts are compared in each step.
 
 On a GPU the flags are not read in the step in which they were summed, for that would wait for the device: they are
-copied to host memory behind the queued work, and read at the next comparison, on every rank.
+copied to host memory behind the queued work, and read in the next backward, on every rank. (Not at the next comparison:
+as long as they are not read, the ranks don't know whether they have the same parts, and so the same next comparison.)
 
 Note [A rank's own]
 ~~~~~~~~~~~~~~~~~~~
 An optimizer that shards its state over the ranks (ZeroRedundancyOptimizer) keeps on each rank state that the others
 lack. So the list of items is part of the digests, too. If the lists differ, the ranks exchange them, and items that not
-all ranks hold are left out from then on. So are items that differ when first compared and have another shape than their
-parameter: a part of a flat tensor, an error that is fed back. Items of the parameter's shape must be equal from the
-start. A comm hook may leave replicas apart on purpose (torch's ``post_localSGD_hook`` does), so with one that is not
-known to keep them equal they are compared only if a number of steps was asked for.
+all ranks hold are left out from then on. (The next step begins a new round on all ranks: by the parts of what each has
+held, they would compare in different steps from then on.) So are items that differ when first compared and have another
+shape than their parameter: a part of a flat tensor, an error that is fed back. Items of the parameter's shape must be
+equal from the start. A comm hook may leave replicas apart on purpose (torch's ``post_localSGD_hook`` does), so with one
+that is not known to keep them equal they are compared only if a number of steps was asked for.
 """
 
 from __future__ import annotations
@@ -107,6 +109,11 @@ class Schedule:
     def begin_round(self, parts: int) -> None:
         """Begin a round of ``parts`` parts, with the first."""
         self._parts, self._next = parts, 0
+
+    def start_over(self) -> None:
+        """Begin a new round in the next step, whatever was settled by parts that ranks do not have in common."""
+        self.begin_round(0)
+        self._due = self.step + 1
 
     def take(self) -> range:
         """Return the parts that are compared now, and settle when the next ones are."""
@@ -223,11 +230,13 @@ class DriftCheck:
 
     def read(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> ReplicaMismatch | None:  # noqa: ARG002
         """See :class:`~lockstep.ddp.rider.Rider`."""
-        return self.judge(flags) if self._is_due else None
+        if self._is_due:
+            return self._judge(self._now_told(flags))
+        return None if self._unread is None else self._read_late()
 
     def alone(self, sending: BackwardState) -> ReplicaMismatch | None:  # noqa: ARG002
         """See :class:`~lockstep.ddp.rider.Rider`."""
-        return self.exchange_alone() if self.count() else None
+        return self.compare_alone()
 
     # Sending --------------------------------------------------------------------------------------------------------
 
@@ -271,18 +280,31 @@ class DriftCheck:
 
     # Reading --------------------------------------------------------------------------------------------------------
 
-    def judge(self, flags: Tensor) -> ReplicaMismatch | None:
-        """**Collective** if the replicas differ. Read the sums of all ranks' flags; on a GPU the previous ones.
+    def _now_told(self, flags: Tensor) -> _Unread | None:
+        """Return the comparison whose flags are to be read now: this one, or on a GPU the one before, if it was not."""
+        now = _Unread(flags, self._compared, self._schedule.step, self._stopwatch, began=self._began, spent=self._spent)
+        if flags.is_cpu:
+            return now
+        before, self._unread = self._unread, now
+        return before
+
+    def _read_late(self) -> ReplicaMismatch | None:
+        """**Collective** if the replicas differ. Read what an earlier backward has told, but while a graph is
+        captured."""
+        if self._captures is not None and self._captures():
+            return None
+        unread, self._unread = self._unread, None
+        return self._judge(unread)
+
+    def _judge(self, unread: _Unread | None) -> ReplicaMismatch | None:
+        """**Collective** if the replicas differ. Read the sums of all ranks' flags.
 
         Returns:
             The error to raise, on every rank, if the replicas differ.
         """
-        begun = time.perf_counter()
-        unread = _Unread(flags, self._compared, self._schedule.step, self._stopwatch)
-        if flags.device.type != "cpu":
-            unread, self._unread = self._unread, unread  # type: ignore[assignment]
         if unread is None:
             return None
+        begun = time.perf_counter()
         sums = unread.read()
         ones, zeros, votes = sums[:BITS], sums[BITS : 2 * BITS], sums[2 * BITS :]
         if any(votes):
@@ -295,30 +317,36 @@ class DriftCheck:
         if not self._is_settled and len(self._parts) - 1 in unread.parts:
             self._is_settled, self._was_equal = True, frozenset(item.identity for item in self._holdings.items)
         on_device = 0.0 if unread.stopwatch is None else unread.stopwatch.seconds()
-        spent = max(self._spent + time.perf_counter() - begun, on_device)
-        self._note_cost(spent, parts=max(1, len(unread.parts)))
+        self._note_cost(unread, max(unread.spent + time.perf_counter() - begun, on_device))
         return None
 
-    def _note_cost(self, seconds: float, *, parts: int) -> None:
-        step, now = self._schedule.step, self._began
+    def _note_cost(self, unread: _Unread, seconds: float) -> None:
+        step, now = unread.step, unread.began
         passed = None
         if self._before is not None and step > self._before[0]:
             passed = (now - self._before[1]) / (step - self._before[0])
         self._before = (step, now)
-        self._costs.add(seconds, parts=parts, step=passed)
+        self._costs.add(seconds, parts=max(1, len(unread.parts)), step=passed)
 
-    def exchange_alone(self) -> ReplicaMismatch | None:
-        """**Collective.** Compare by a message of its own, where there is no bucket. Returns as :meth:`judge`.
+    def compare_alone(self) -> ReplicaMismatch | None:
+        """**Collective** in some steps. Compare, if it is time, by a message of its own: there is no bucket.
+
+        Returns:
+            The error to raise, on every rank, if the replicas differ.
 
         Raises:
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
+        # (First of all, since it may settle that the ranks compare now.)
+        late = None if self._unread is None else self._read_late()
+        if not self.count() or late is not None:
+            return late
         flags = torch.zeros(FLAGS, device=group_device(self._group))
         self.fill(flags)
         what = f"rank {self._rank} of {self._world_size}: comparing the replicas"
         wait_for(lambda: dist.all_reduce(flags, group=self._group), lambda: what, name="comparing the replicas")
         self._spent = time.perf_counter() - self._began  # the time since includes waiting for other ranks
-        return self.judge(flags)
+        return self._judge(self._now_told(flags))
 
     # A difference ---------------------------------------------------------------------------------------------------
 
@@ -359,9 +387,9 @@ class DriftCheck:
         return True
 
     def _start_over(self) -> None:
-        """Begin a new round with the next comparison."""
+        """Begin a new round in the next step; the same on every rank."""
         self._parts = []
-        self._schedule.begin_round(0)
+        self._schedule.start_over()
 
     def _explain(self, difference: Difference, unread: _Unread) -> str:
         """Return the message about a difference."""
@@ -377,10 +405,28 @@ class DriftCheck:
 
 
 class _Unread:
-    """The summed flags of one comparison, on their way to the host."""
+    """The summed flags of one comparison, on their way to the host.
 
-    def __init__(self, flags: Tensor, parts: range, step: int, stopwatch: accelerator.Stopwatch | None) -> None:
+    Args:
+        flags: the flags.
+        parts: the parts that were compared.
+        step: the step in which they were.
+        stopwatch: times the work on a GPU, if there is any.
+        began: when the comparison began; ``spent``: the seconds of the host that it took so far.
+    """
+
+    def __init__(
+        self,
+        flags: Tensor,
+        parts: range,
+        step: int,
+        stopwatch: accelerator.Stopwatch | None,
+        *,
+        began: float,
+        spent: float,
+    ) -> None:
         self.parts, self.step, self.stopwatch = parts, step, stopwatch
+        self.began, self.spent = began, spent
         self._sums = accelerator.HostCopy((flags.detach().abs() > 0).to(torch.uint8))
 
     def read(self) -> list[int]:

@@ -209,6 +209,11 @@ def _in_rounds() -> None:
     _train(_sgd(model), model)
 
 
+def _in_rounds_of_uneven_batches() -> None:
+    model = lockstep.replicate(_model(), sync=lockstep.LocalSteps(every=4))
+    _train(_sgd(model), model, samples=45)
+
+
 def _released() -> None:
     model = lockstep.replicate(_model())
     lockstep.release(model)
@@ -255,6 +260,7 @@ def _on_one_rank() -> None:
         _replicated,
         _need_not_be_equal,
         _in_rounds,
+        _in_rounds_of_uneven_batches,
         _released,
         _averaged_by_torch,
         _in_parts,

@@ -409,6 +409,38 @@ def test_a_replica_goes_with_its_module() -> None:
     assert run_ranks(_gone, 1) == [True]
 
 
+def _restored_after_a_failure(folder: str, rank_first: int) -> list[str]:
+    """Go back to a checkpoint where a round with messages under way has found NaN, early on one rank."""
+    world = lockstep.init(timeout=20)
+    model = mlp()
+    lockstep.replicate(model, sync=lockstep.LocalSteps(every=4, overlap=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=_LR)
+    saved = lockstep.Checkpointer(folder, model=model, optimizer=optimizer)
+    saved.save(epoch_done=False)
+    said = []
+    with torch.no_grad():
+        model.get_parameter("2.weight")[1, 2] = torch.inf
+    try:
+        for step in range(20):
+            _steps(model, world.rank, step, step + 1, optimizer)
+            if world.rank == rank_first:  # the others come to it later
+                _replica(model)._rounds._exchange.advance()
+    except lockstep.NonFiniteGradient as error:
+        said.append(str(error))
+    saved.restore()
+    _steps(model, world.rank, 0, 9, optimizer)
+    lockstep.finish_round(model)
+    saved.save(epoch_done=False)
+    lockstep.release(model)
+    assert all(bool(param.isfinite().all()) for param in model.parameters())
+    return said
+
+
+def test_a_checkpoint_is_restored_after_a_round_that_failed_under_way(tmp_path: Path) -> None:
+    for said in run_ranks(_restored_after_a_failure, 2, str(tmp_path), 0):
+        assert len(said) == 1
+
+
 # What is refused.
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import queue
+import re
 import threading
 import warnings
 import weakref
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lockstep
 from tests.backends import EACH_BACKEND, OVER_ALL
-from tests.harness import run_ranks
+from tests.harness import collect_outcomes, run_ranks
 
 pytestmark = EACH_BACKEND
 
@@ -361,3 +362,104 @@ def test_means_of_an_evaluation_are_those_of_one_process() -> None:
     alone = run_ranks(_evaluated, 1)[0]
     for means in run_ranks(_evaluated, 2):
         torch.testing.assert_close(means, alone, rtol=0, atol=1e-12)
+
+
+def _evaluated_after(reader: str) -> tuple[list[float], list[str]]:
+    """Train on a loop that reads ahead, and then evaluate batches that nobody has sharded."""
+    world = lockstep.init(timeout=60)
+    torch.manual_seed(0)
+    model = lockstep.replicate(nn.Linear(2, 1, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = TensorDataset(torch.randn(_SAMPLES, 2, dtype=torch.float64))
+    loader = lockstep.shard(DataLoader(samples, batch_size=_BATCH))
+    means = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for (inputs,) in _READERS[reader](loader):
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+            means.append(world.mean(float(world.rank)))  # it is of the last batch still
+            with torch.no_grad():
+                model(torch.ones(4, 2, dtype=torch.float64))
+            means.append(world.mean(float(world.rank)))
+    return means, [str(each.message) for each in told]
+
+
+@pytest.mark.parametrize("reader", ["a list", "one ahead"])
+def test_the_last_batch_of_such_a_loop_weighs_no_evaluation_after_it(reader: str) -> None:
+    results = run_ranks(_evaluated_after, 2, reader)
+    for means, _ in results:
+        torch.testing.assert_close(means, [0.4, 0.5] * 2, rtol=0, atol=1e-12)  # shares of 3 and 2 samples, and equal
+    assert [len(told) for _, told in results] == [2, 0]  # once an epoch, on rank 0
+    assert all("World.mean() after the end of the loop" in text for _, told in results for text in told)
+
+
+def _pairs(weighs: bool) -> Any:
+    """Each forward is given a batch and the one before it."""
+    world = lockstep.init(timeout=60)
+    torch.manual_seed(0)
+    samples = TensorDataset(torch.randn(_SAMPLES, 2, dtype=torch.float64))
+    before = None
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(2, 1, dtype=torch.float64)
+
+        def forward(self, one: Tensor, two: Tensor) -> Tensor:
+            return self.net(torch.cat([one, two]))  # type: ignore[no-any-return]
+
+    model = lockstep.replicate(Pair())
+    for (inputs,) in lockstep.shard(DataLoader(samples, batch_size=_BATCH)):
+        if before is not None:
+            model.zero_grad()
+            if weighs:
+                world.weigh(len(before) + len(inputs))
+            model(before, inputs).square().mean().backward()
+        before = inputs
+    return [param.grad.flatten().tolist() for param in model.parameters() if param.grad is not None]
+
+
+def test_a_forward_of_two_batches_with_unequal_shares_is_refused_unless_it_is_weighed() -> None:
+    for outcome in collect_outcomes(_pairs, 2, False):
+        assert outcome.error == "LockstepError", outcome.traceback
+        assert re.search(
+            r"rank \d of 2: this forward was given several batches of .*whose shares", outcome.message or ""
+        )
+    (alone,) = run_ranks(_pairs, 1, True)
+    for found in run_ranks(_pairs, 2, True):
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
+
+
+def _normalised(gathers: bool) -> list[Any]:
+    """Go through a list of one loader's batches inside of a loop over another, whose shares are others."""
+    world = lockstep.init(timeout=60)
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 3)).double()
+    if not gathers:
+        model = lockstep.convert_sync_batchnorm(model) if world.world_size > 1 else model
+    else:
+        model[1] = nn.Identity()  # type: ignore[operator]
+    lockstep.replicate(model)
+    data = [TensorDataset(torch.randn(length, 2, dtype=torch.float64)) for length in (12, 5)]
+    other, held = (lockstep.shard(DataLoader(each, batch_size=size)) for each, size in zip(data, (12, 5), strict=True))
+    replay = list(held)
+    for _ in other:
+        for (inputs,) in replay:
+            model.zero_grad()
+            rows = model(inputs)
+            if gathers:
+                rows = lockstep.gathered(rows)
+                (rows @ rows.T).logsumexp(1).mean().backward()
+            else:
+                (rows * torch.tensor([1.0, 2.0, 3.0])).square().mean().backward()
+    return [param.grad.flatten().tolist() for param in model.parameters() if param.grad is not None]
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_statistics_and_gathered_rows_weigh_as_the_batch_that_the_forward_was_given(gathers: bool) -> None:
+    (alone,) = run_ranks(_normalised, 1, gathers)
+    for found in run_ranks(_normalised, 2, gathers):
+        torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -276,3 +277,31 @@ def test_what_is_logged_in_slices_is_exact_on_any_number_of_ranks(tmp_path: Path
         lines[world_size] = [{**json.loads(line), "time": 0} for line in text.splitlines()]
     assert lines[1] == lines[3] == lines[6]
     assert [line["step"] for line in lines[1]] == [2, 3]
+
+
+def _in_a_thread() -> tuple[str, str]:
+    """Train in a thread that has not called ``init``, with slices that draw."""
+    world = lockstep.init(timeout=20)
+    net = nn.Sequential(Net(), nn.Dropout(0.5))
+    model = lockstep.replicate(net)
+    loader = lockstep.shard(DataLoader(samples(), BATCH, shuffle=True), slices=4)
+    before = torch.get_rng_state()
+
+    def train() -> None:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in loader.steps():
+            for x, y in step:
+                cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert torch.equal(torch.get_rng_state(), before), f"rank {world.rank}: the common stream has moved"
+    return digest(net.state_dict()), digest([torch.randn(3)])
+
+
+def test_slices_in_any_thread_leave_the_common_random_numbers_where_they_were() -> None:
+    alone = run_ranks(_in_a_thread, 1)
+    assert run_ranks(_in_a_thread, 2) == alone * 2

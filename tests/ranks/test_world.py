@@ -272,6 +272,38 @@ def _gather_values(backend: str) -> list[Any]:
     return [float(sum(tensor.sum() for tensor in ragged)), complex(kinds[0]), mixed[0], mixed[1].tolist(), mixed[2]]
 
 
+def _views(backend: str) -> list[Any]:
+    """Tensors whose memory is in another order on each rank, or says something else."""
+    w = lockstep.init(backend, timeout=20)
+    table = torch.arange(6.0).reshape(2, 3)
+    table = table if w.rank == 0 else table.t().contiguous().t()
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    numbers = numbers if w.rank == 0 else numbers.conj()
+    total = w.all_reduce(table), w.all_reduce(numbers), w.all_reduce(numbers.imag)
+    gathered = w.gather(numbers), w.gather(numbers.imag)
+    sent = w.broadcast(numbers, source=1), w.broadcast(numbers.imag, source=1)
+    return [
+        *(each.tolist() for each in total),
+        *([each.tolist() for each in both] for both in gathered),
+        *(each.tolist() for each in sent),
+    ]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_views_are_taken_as_they_are_indexed(backend: str) -> None:
+    one, two = [1 + 2j, 3 - 4j], [1 - 2j, 3 + 4j]
+    expected = [
+        [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]],
+        [2 + 0j, 6 + 0j],
+        [0.0, 0.0],
+        [one, two],
+        [[2.0, -4.0], [-2.0, 4.0]],
+        two,
+        [-2.0, 4.0],
+    ]
+    assert run_ranks(_views, 2, backend) == [expected] * 2
+
+
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_gather_takes_tensors_of_any_size_and_what_json_can_say(backend: str) -> None:
     expected = [1 * 2 + 2 * 2 * 2, 3 + 4j, {"rank": [0, None]}, [0, 1], {"rank": [2, None]}]

@@ -48,6 +48,8 @@ _MOST_BYTES = 4096
 
 #: The modules of this process's replicas, and whether each is to be equal on all ranks of the world.
 _replicas: list[tuple[weakref.ref[nn.Module], bool]] = []
+#: Optimizers that lockstep steps itself.
+_own: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _current: Apart | None = None
 
 
@@ -71,6 +73,11 @@ def end() -> None:
     if _current is not None:
         quiet(_current)
     _current = None
+
+
+def leave_alone(optimizer: Optimizer) -> None:
+    """Look at no step of an optimizer that lockstep steps itself, on all ranks alike."""
+    _own.add(optimizer)
 
 
 def note_replica(module: nn.Module, *, is_equal: bool) -> None:
@@ -139,6 +146,8 @@ class Apart:
 
     def _look_at(self, optimizer: Optimizer) -> _FirstSteps:
         held = frozenset(map(id, params_of(optimizer)))
+        if optimizer in _own:
+            return _FirstSteps(held, is_replicated=True, is_compared=False)
         of_replicas = [is_equal for params, is_equal in _of_replicas() if params & held]
         is_compared = all(of_replicas) if of_replicas else self._in_hand.share is not None
         if any(held <= each.held for each in self._seen.values()):

@@ -67,7 +67,7 @@ def all_gather_tensors(
         CollectiveTimeout, PeerLost: another rank is late or gone.
     """
     device = group_device(group) if device is None else device
-    mine = None if tensor is None else tensor.detach().to(device).contiguous()
+    mine = None if tensor is None else tensor.detach().resolve_conj().resolve_neg().to(device).contiguous()
     kinds = [_TensorSpec.loads(record) for record in all_gather_records(_TensorSpec.dumps(mine), group)]
     padded = torch.zeros(max(0 if kind is None else kind.nbytes for kind in kinds), dtype=torch.uint8, device=device)
     if mine is not None:
@@ -111,7 +111,7 @@ def broadcast_tensor(
         CollectiveTimeout, PeerLost: another rank is late or gone.
     """
     device = group_device(group) if device is None else device
-    mine = None if tensor is None else tensor.detach().to(device).contiguous()
+    mine = None if tensor is None else tensor.detach().resolve_conj().resolve_neg().to(device).contiguous()
     kind = _TensorSpec.loads(all_gather_records(_TensorSpec.dumps(mine), group)[source])
     assert kind is not None  # rank ``source`` has it
     result = torch.empty(kind.shape, dtype=kind.dtype, device=device) if mine is None else mine.clone()

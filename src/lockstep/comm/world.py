@@ -250,7 +250,9 @@ class World:
         if op not in _REDUCE_OPS:
             raise ValueError(f"op={op!r}: expected one of {', '.join(map(repr, _REDUCE_OPS))}")
         if isinstance(value, torch.Tensor):
-            total = value.detach().to(carrier(value.device.type, self.group), copy=True)
+            # (As it is indexed: backends go by memory, and some take no strides.)
+            dense = value.detach().resolve_conj().resolve_neg()
+            total = dense.to(carrier(value.device.type, self.group), copy=True, memory_format=torch.contiguous_format)
         elif isinstance(value, (int, float)):
             dtype = torch.float64 if isinstance(value, float) or op == "mean" else torch.int64
             total = torch.tensor(value, dtype=dtype, device=group_device(self.group))

@@ -86,7 +86,7 @@ class _Kinds:
 @_torch.mark_untraced
 def _kinds(rows: Tensor, world: World) -> _Kinds:
     """**Collective.** Compare the rows of all ranks."""
-    share = world.share
+    share = world._in_hand.share_of_forward
     items = share if isinstance(share, Items) else None
     counts_nothing = rows.dim() == 0 or not rows.is_floating_point()
     kind = [list(rows.shape[1:]), str(rows.dtype).removeprefix("torch."), counts_nothing, rows.device.type]

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from lockstep.comm import apart
 from lockstep.comm.exchange import all_gather_records, group_device
 from lockstep.ddp.compression import Compression
 from lockstep.ddp.outer import OuterExchange, RoundOutcome, Standing
@@ -135,6 +136,7 @@ class LocalRounds:
         self._anchors = [_anchor_of(param) for param in params]
         #: See :class:`~lockstep.step.local_training.LocalTraining`.
         self.outer = rule._make_outer(self._anchors)
+        apart.leave_alone(self.outer)
         self._refuse_other_outer()
         self._exchange = self._new_exchange()
         #: Number of steps of this round that this rank has taken.
@@ -202,7 +204,7 @@ class LocalRounds:
     def apply_pending(self) -> None:
         """**Collective** if an exchange is under way: wait for it, and continue from the anchors that it brings."""
         left, self._left = self._left, None
-        if left is None:
+        if left is None or not self._exchange.is_under_way:  # (a round that failed brings nothing)
             return
         if self._step_outer(self._exchange.finish()):
             for param, anchor, before in zip(self._params, self._anchors, left, strict=True):
@@ -328,7 +330,7 @@ class LocalRounds:
         all.
         """
         if self._left is not None:
-            self._exchange.finish()
+            self._exchange.discard()
         anchors: Mapping[str, Tensor] = common.get("anchors", {})
         for name, param, anchor in zip(self._names, self._params, self._anchors, strict=True):
             anchor.copy_(anchors.get(name, param))

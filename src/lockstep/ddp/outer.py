@@ -24,6 +24,7 @@ meet the program's own messages.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -146,6 +147,23 @@ class OuterExchange:
         self.error = outcome.error
         return outcome
 
+    @property
+    def is_under_way(self) -> bool:
+        """Return whether a round has begun whose outcome nobody has taken, and that has not failed."""
+        return self._work is not None or self._outcome is not None
+
+    def discard(self) -> None:
+        """Complete what is under way for the sake of the other ranks, whatever comes of it.
+
+        Raises:
+            CollectiveTimeout, PeerLost: another rank is late or gone.
+        """
+        # (What is found in it is of a state that is replaced now, on all ranks.)
+        with suppress(CollectiveMismatch, ReplicaMismatch, NonFiniteGradient):
+            while self._work is not None:
+                self._wait()
+        self._outcome = None
+
     def _wait(self) -> None:
         work, self._work = self._work, None
         wait_for(work.wait, self._what, name="ending a round of local steps")
@@ -153,11 +171,13 @@ class OuterExchange:
 
     def _send_next(self) -> None:
         assert self._stages is not None, "nothing has begun"
+        stages, self._stages = self._stages, None
         try:
-            send = next(self._stages)
+            send = next(stages)
         except StopIteration as end:
-            self._outcome, self._stages = end.value, None
+            self._outcome = end.value
             return
+        self._stages = stages
         works: list[Any] = []
         with labelled("the end of a round of local steps"):
             # A backend that works in this rank's own time waits here, and reports that by itself.

@@ -212,7 +212,9 @@ def _exchange(group: dist.ProcessGroup, whoami: str) -> _Exchange:
     world = current_world()
     in_hand = None if world is None else world._in_hand
     items = None if in_hand is None else in_hand.items
-    weight = 1.0 if world is None or world.world_size != dist.get_world_size(group) else world._in_hand.weight
+    weight = 1.0
+    if in_hand is not None and world is not None and world.world_size == dist.get_world_size(group):
+        weight = in_hand.weight_of_forward
     return _Exchange(group, weight, items, in_hand, whoami)
 
 

@@ -53,6 +53,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import combinations
 from threading import get_ident
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -245,6 +246,9 @@ class BatchesInHand:
         self._is_listed = False
         #: True while a forward that knew no batch waits for its backward.
         self._awaits_unknown = False
+        #: The share of the batch that the last forward with gradients was given, if that was read ahead, while no other
+        #: batch is handed out.
+        self._given: BatchShare | None = None
         #: The loaders warned of.
         self._warned: WeakSet[object] = WeakSet()
         #: True if items were ever counted here: a job that does not count must not pay for it.
@@ -260,8 +264,14 @@ class BatchesInHand:
         """The share of the batch handed out last, or what was set in its place."""
         return self._passes[-1].share if self._passes else self._base
 
+    @property
+    def share_of_forward(self) -> BatchShare | None:
+        """The share that the last forward with gradients has taken; outside of forwards that of the batch in hand."""
+        return self.share if self._given is None else self._given
+
     def say(self, share: BatchShare | None) -> None:
         """Put ``share`` in the place of that of the batch in hand, until its loader continues."""
+        self._given = None
         self._passes = self._live()
         if self._passes:
             self._passes[-1].share, self._passes[-1].is_said = share, True
@@ -332,7 +342,7 @@ class BatchesInHand:
             number: which one, if that is to be the same on all ranks.
             content: what it hands out, a tree; None: no other batch comes before it was used.
         """
-        passes = self._passes
+        passes, self._given = self._passes, None
         mine = passes[0] if len(passes) == 1 and passes[0].loader is loader else self._come_forward(loader)
         if self._counts:
             before = mine.share
@@ -421,6 +431,7 @@ class BatchesInHand:
         share = self._base if mine is None or mine.is_over else mine.share
         if known is not None:  # (whatever a thread that reads ahead has put in hand meanwhile)
             share = known
+        self._given = known if for_backward else None
         batch: BatchId | None
         if mine is None:
             batch = None if self._is_listed else ()
@@ -471,6 +482,8 @@ class BatchesInHand:
         if self._base is not None and not live:  # the script has said what weighs
             return None
         taken = None
+        if for_backward and len(batches) > 1:
+            self._refuse_two_of_one(batches, live)
         for batch in batches if not self._awaits_unknown else ():  # else one backward would meet two weights
             mine = next((each for each in live if each.loader is batch.loader), None)
             if mine is None:
@@ -486,6 +499,19 @@ class BatchesInHand:
         if not batches:
             taken = self._share_of_unknown(live, inputs, for_backward)
         return taken
+
+    def _refuse_two_of_one(self, batches: list[_BatchAhead], live: list[_Pass]) -> None:
+        """Refuse a forward that is given several batches of one loader whose shares weigh differently."""
+        for one, two in combinations(batches, 2):
+            if one.loader is not two.loader or not self._weigh_differently(one.share, two.share):
+                continue
+            if not any(each.is_said for each in live if each.loader is one.loader):
+                raise LockstepError(
+                    f"rank {self._rank} of {self._world_size}: this forward was given several batches of {one} whose "
+                    f"shares weigh differently ({one.share.words()}, {two.share.words()}), so that no one weight makes "
+                    "the mean exact. Use drop_last=True; or say what its loss is a mean of: world.weigh(this rank's "
+                    "samples) before the forward"
+                )
 
     def _live(self) -> list[_Pass]:
         """Return the passes that are not over."""
@@ -506,8 +532,10 @@ class BatchesInHand:
     def _share_of_unknown(self, live: list[_Pass], inputs: object, for_backward: bool) -> BatchShare | None:
         """Return what counts for a forward that was given no known batch; warn if that may be wrong."""
         over = self._passes[-1] if len(live) < len(self._passes) else None
-        if over is not None and (not for_backward or (over.came and not over.evaluated)):
+        if over is not None and ((over.came and not over.evaluated) or not (for_backward or over.is_used)):
             return over.share  # it goes on from a forward that knew its batch
+        if over is not None:
+            self.over = over.share
         self._passes = live
         self._awaits_unknown |= for_backward
         if for_backward:
@@ -561,7 +589,18 @@ class BatchesInHand:
         Raises:
             ValueError: no rank has any sample.
         """
-        share = self.share
+        return self._weight_by(self.share)
+
+    @property
+    def weight_of_forward(self) -> float:
+        """What the backward of the forward under way is weighed by, unless items are counted.
+
+        Raises:
+            ValueError: no rank has any sample.
+        """
+        return self._weight_by(self.share_of_forward)
+
+    def _weight_by(self, share: BatchShare | None) -> float:
         return 1.0 if share is None or isinstance(share, Items) else share.weight(self._world_size)
 
     def weigh(self, found: Items | None) -> Items | None:

@@ -128,10 +128,9 @@ class RandomStreams:
     def set_aside(self, loader: object) -> None:
         """Leave the common stream for slices of ``loader``, whose seeds the caller sets; until :meth:`finish`.
 
-        In a world of one too, where no other stretch begins: a slice's numbers are the same there.
+        In a world of one too, where no other stretch begins: a slice's numbers are the same there. And in any thread,
+        since its slices are seeded there as well.
         """
-        if not self._trains_here():
-            return
         with self._lock:
             self._loaders.add(loader)
             self._forward = None

@@ -218,6 +218,44 @@ def test_a_run_goes_on_between_two_passes(kind: str) -> None:
     run_ranks(_between_passes, 2, kind)
 
 
+def _after_a_pass_that_is_over(kind: str, how: str) -> None:
+    """A state that was saved where a pass is over, and the loader has not moved to the next epoch yet."""
+    world = lockstep.init(timeout=30)
+    drawn_batches._PORTION = 3
+    states: list[dict[str, Any]] = []
+
+    def make() -> Any:
+        return lockstep.shard(
+            DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_sampler=_sampler(kind, world.rank))
+        )
+
+    whole, again, later = make(), make(), make()
+    register = whole._register_end_of_pass_hook if how == "at its end" else whole._register_early_end_hook
+    handle = register(lambda: states.append(json.loads(json.dumps(whole.state_dict()))))
+    for number, _ in enumerate(whole):
+        if how == "left early" and number == 1:
+            break
+    handle.remove()
+    (state,) = states
+    assert (state["cursor"]["epoch"], state["cursor"]["in_epoch"], state["over"]) == (0, True, True)
+    for each in (again, later):
+        each.load_state_dict(state)
+        assert each.state_dict() == state
+        assert each.batches_left == 0
+    assert [*again] == []
+    assert again.state_dict() == whole.state_dict()
+    later.load_state_dict(again.state_dict())
+    for _ in range(2):
+        batches = [[batch.tolist() for (batch,) in loader] for loader in (whole, again, later)]
+        assert batches[0] == batches[1] == batches[2]
+
+
+@pytest.mark.parametrize("how", ["at its end", "left early"])
+@pytest.mark.parametrize("kind", ["remembers", "buckets"])
+def test_the_epoch_after_a_pass_that_was_over_is_not_the_same_one_again(kind: str, how: str) -> None:
+    run_ranks(_after_a_pass_that_is_over, 2, kind, how)
+
+
 class Own(Sampler[list[int]]):
     """Draws from a generator that nobody can seed, so that no epoch is drawn twice."""
 

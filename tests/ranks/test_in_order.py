@@ -478,6 +478,39 @@ def test_a_subset_comes_by_its_indices() -> None:
     assert run_ranks(_subset, 2) == [[2, 5, 7], None]
 
 
+def _after_a_load() -> list[list[int]]:
+    """What is gathered of a whole pass, of orders of every kind, after the loader was put elsewhere."""
+    w = lockstep.init()
+    data = TensorDataset(torch.arange(_SAMPLES))
+    kinds: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"batch_size": 5, "shuffle": True}, {}),
+        ({"batch_size": 5, "sampler": torch.randperm(_SAMPLES).tolist()}, {}),
+        ({"batch_size": 5, "shuffle": True}, {"costs": [1.0 + index * 5 % 7 for index in range(_SAMPLES)]}),
+        ({"batch_sampler": ByParity()}, {}),
+    ]
+    gathered = []
+    for options, sharded in kinds:
+        loader = lockstep.shard(DataLoader(data, **options), **sharded)
+        inside: dict[str, Any] = {}
+        outputs = []
+        for (numbers,) in loader:
+            outputs.append(numbers)
+            inside = inside or loader.state_dict()
+        loader.load_state_dict(inside)
+        found = w.gather_in_order(outputs, loader)
+        gathered.append([] if found is None else found.tolist())
+        rest = [numbers for (numbers,) in loader]
+        with pytest.raises(ValueError, match="of its epoch \\(a resume\\)"):
+            w.gather_in_order(rest, loader)
+    return gathered
+
+
+def test_outputs_of_a_pass_find_their_places_after_a_state_was_loaded() -> None:
+    found, nothing = run_ranks(_after_a_load, 2)
+    assert found == [[*range(_SAMPLES)]] * 3 + [sorted([*range(_SAMPLES), 7, 3])]
+    assert nothing == [[]] * 4
+
+
 def _over_hosts() -> str:
     _gather(40)
     return torch.distributed.get_backend()

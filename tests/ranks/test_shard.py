@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -483,6 +485,10 @@ def _call_what_torchs_have() -> list[str]:
             loader.sampler.set_epoch(epoch)
             assert len(loader.sampler) == 12
             assert loader.sampler.num_samples == 12
+            for other in (copy.copy(loader.sampler), copy.deepcopy(loader.sampler)):
+                other.set_epoch(epoch)
+                assert (len([*other]), other.num_samples, type(other)) == (12, 12, type(loader.sampler))
+            assert len([*pickle.loads(pickle.dumps(loader.sampler))]) == 12  # noqa: S301  (our own bytes)
             assert sum(len(batch) for (batch,) in loader) > 0
     said += [str(each.message) for each in caught]
     for name in ("batch_sampler", "generator", "worker_init_fn", "no_such_thing"):

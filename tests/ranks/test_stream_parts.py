@@ -218,6 +218,45 @@ def test_a_position_inside_an_epoch_is_one_of_as_many_ranks() -> None:
         assert run_ranks(_load, world_size, between, stream) == [1] * world_size
 
 
+def _positions_with(shares: list[float] | None) -> list[dict[str, Any]]:
+    """Positions inside an epoch, where it is over, and after it."""
+    lockstep.init(timeout=60)
+    loader = lockstep.shard(DataLoader(Parts(), 6), stream="parts", shares=shares)
+    found: list[dict[str, Any]] = []
+    loader._register_end_of_pass_hook(lambda: found.append(loader.state_dict()))
+    for _ in loader:
+        found = found or [loader.state_dict()]
+    return [*found, loader.state_dict()]
+
+
+def _load_with(shares: list[float] | None, state: dict[str, Any]) -> tuple[int, int]:
+    lockstep.init(timeout=60)
+    loader = lockstep.shard(DataLoader(Parts((12, 12)), 6), stream="parts", shares=shares)
+    loader.load_state_dict(state)
+    return loader.epoch, sum(len(batch["x"]) for batch in loader)
+
+
+def test_a_position_inside_an_epoch_is_one_of_the_same_shares() -> None:
+    unequal, equal = run_ranks(_positions_with, 2, [2, 1])[0], run_ranks(_positions_with, 2, None)[0]
+    assert [state.get("shares") for state in unequal] == [[2, 1]] * 3
+    assert all("shares" not in state for state in equal)
+    refused = [(None, unequal, "4 and 2", "3 and 3"), ([1, 2], unequal, "4 and 2", "2 and 4")]
+    for shares, states, before, now in [*refused, ([2, 1], equal, "3 and 3", "4 and 2")]:
+        inside, *ended = states
+        for outcome in collect_outcomes(_load_with, 2, shares, inside):
+            assert outcome.error == "CheckpointMismatch", outcome
+            assert f"the ranks read {before} samples of each full batch from their own parts" in str(outcome.message)
+            assert f"and {now} in this run" in str(outcome.message)
+        for state in ended:
+            assert [epoch for epoch, _ in run_ranks(_load_with, 2, shares, state)] == [state["cursor"]["epoch"]] * 2
+    assert run_ranks(_load_with, 2, [4, 2], unequal[0]) == [(0, 8), (0, 10)], "the same in other numbers"
+    assert run_ranks(_load_with, 2, [1, 1], equal[0]) == [(0, 9), (0, 9)]
+    damaged: list[Any] = [[1], [1, -1], "12", [1, "x"]]
+    for each in damaged:
+        for outcome in collect_outcomes(_load_with, 2, None, {**unequal[0], "shares": each}):
+            assert "this is not the state of a sharded loader" in str(outcome.message)
+
+
 def _begun(lengths: tuple[int, ...], batch_size: int, drop_last: bool) -> int:
     lockstep.init(timeout=20)
     return len(list(_loader(Parts(lengths), batch_size, drop_last=drop_last)))

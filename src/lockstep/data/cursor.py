@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from lockstep.data.order import read_shares, share_bounds
 from lockstep.errors import CheckpointMismatch
-from lockstep.text import counted
+from lockstep.text import counted, joined
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,13 @@ class LoaderState:
     threads: int | None = None
     #: What the costs are by which slices are cut, or None.
     costs: str | None = None
-    #: The state of a batch sampler with a memory of its own, before the epoch under way or after the last one, in JSON
-    #: types; or None.
+    #: The state of a batch sampler with a memory of its own, before the epoch under way or after the last one that is
+    #: over, in JSON types; or None.
     sampler: Any = None
     #: The number of ranks among which a stream splits itself, or None.
     parts: int | None = None
+    #: Each rank's proportion of a full batch of such a stream, or None: all are equal.
+    shares: list[float] | None = None
     #: The state from which to go on in a stream with one of its own, in JSON types: that of every rank, or, if the
     #: stream splits itself, of one rank; or None.
     stream: Any = None
@@ -75,7 +78,8 @@ class LoaderState:
 
     def to_json(self) -> dict[str, Any]:
         """Return the state in JSON types."""
-        later = ("slices", "threads", "costs", "sampler", "parts", "stream", "over")  # what not every loader has
+        # (What not every loader has.)
+        later = ("slices", "threads", "costs", "sampler", "parts", "shares", "stream", "over")
         return {"format": 1, **{k: v for k, v in asdict(self).items() if v is not None or k not in later}}
 
     def common(self) -> dict[str, Any]:
@@ -97,6 +101,8 @@ class LoaderState:
             restored = cls(cursor=cursor, **fields)
             numbers: list[Any] = [cursor.epoch, cursor.samples, cursor.batches, restored.seed]
             numbers += [] if restored.order == "batches" else [restored.batch_size]
+            if restored.shares is not None:
+                read_shares(restored.shares, world_size=restored.parts or 0)
             if any(type(number) is not int or number < 0 for number in numbers):
                 raise ValueError(f"expected whole numbers of 0 or more, got {tuple(numbers)}")
         except (KeyError, TypeError, ValueError) as error:
@@ -121,8 +127,8 @@ class LoaderState:
         Raises:
             CheckpointMismatch: the data or its order differs, so that the position means nothing.
         """
-        names = ["order", "length"]
-        if self.cursor.in_epoch:
+        names, is_inside = ["order", "length"], self.cursor.in_epoch and not self.over
+        if is_inside:
             self._refuse_other_parts(mine)
             names += ["drop_last"]
             # A position in a list of samples can be reached with any batch size; a stream is counted in batches.
@@ -134,6 +140,8 @@ class LoaderState:
                     f"position (epoch {self.cursor.epoch}, sample {self.cursor.samples}) means nothing here. "
                     "Give the loader the data it was saved with, or leave loader= out to begin with new data"
                 )
+        if is_inside:
+            self._refuse_other_shares(mine)
 
     def _refuse_other_parts(self, mine: LoaderState) -> None:
         if self.parts == mine.parts:
@@ -149,3 +157,25 @@ class LoaderState:
             f"saved, and it {now} in this run. Which samples were used is known only where it is read in the same way. "
             "Resume so, or from a checkpoint at the end of an epoch, or leave loader= out to begin the epoch anew"
         )
+
+    def _refuse_other_shares(self, mine: LoaderState) -> None:
+        before, now = self._samples_by_rank(), mine._samples_by_rank()
+        if before == now:
+            return
+        raise CheckpointMismatch(
+            f"the ranks read {joined(before)} samples of each full batch from their own parts of the stream, by order "
+            f"of rank, when this position (epoch {self.cursor.epoch}, batch {self.cursor.batches}) was saved, and "
+            f"{joined(now)} in this run (shares={self.shares} before, shares={mine.shares} now). What was used "
+            "of a part is counted in batches of one size: with another, some samples would come twice and others "
+            "never. Resume with the shares of before, or from a checkpoint at the end of an epoch, or leave loader= "
+            "out to begin the epoch anew"
+        )
+
+    def _samples_by_rank(self) -> list[int]:
+        """Return how many samples of a full batch each rank reads of a stream in parts; empty for other loaders."""
+        if self.parts is None or self.batch_size is None:
+            return []
+        shares = None if self.shares is None else tuple(self.shares)
+        ranks, size = self.parts, self.batch_size
+        cuts = (share_bounds(size, rank=rank, world_size=ranks, shares=shares) for rank in range(ranks))
+        return [stop - start for start, stop in cuts]

@@ -108,7 +108,7 @@ class Epochs:
         one; the same on all ranks.
 
         Args:
-            in_epoch: before the epoch that was begun last; else after it.
+            in_epoch: before the epoch that was begun last, since a resume draws it again; else after it.
         """
         if self._now is None:
             return {"sampler": self._pending}

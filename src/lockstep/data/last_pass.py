@@ -1,4 +1,8 @@
-"""The samples that a sharded loader has handed out in its last pass, for outputs that are gathered in order."""
+"""The samples that a sharded loader has handed out in its last pass, for outputs that are gathered in order.
+
+They are gathered after the pass, when the loader may stand elsewhere: a state may have been loaded meanwhile. So
+nothing here is read from the loader's position.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import torch
 
 from lockstep.comm.in_order.places import Counts, HandedOut
 from lockstep.data.cursor import Cursor
+from lockstep.data.order import EpochOrder
 
 
 class LastPass:
@@ -24,31 +29,36 @@ class LastPass:
         self.samples: list[int] = []
         #: The indices of the samples; None: they follow from the order.
         self.indices: array[int] | None = array("q") if by_index else None
+        #: The order of the epoch's samples; None: its batches have not begun, or have none that is known.
+        self.order: EpochOrder | None = None
         self._began: Cursor | None = None
         #: True when the pass has come to its end.
-        self.is_over = False
+        self.has_ended = False
 
     def begin(self, cursor: Cursor) -> None:
         """Note that a pass begins at this position."""
-        self.samples, self._began, self.is_over = [], cursor, False
+        self.samples, self.order, self._began, self.has_ended = [], None, cursor, False
         if self.indices is not None:
             self.indices = array("q")
 
-    def handed_out(self, loader: int, *, total: int | None, order: torch.Tensor | None, unfinished: str) -> HandedOut:
+    def handed_out(self, loader: int, *, total: int | None, in_order: bool, unfinished: str) -> HandedOut:
         """Return the samples that this rank was given.
 
         Args:
             loader: the loader's number.
-            total: the samples of an epoch; None: the length of the stream is not known.
-            order: as for :class:`~lockstep.comm.in_order.places.HandedOut`.
+            total: the samples of an epoch by the word of its source; None: that is not known.
+            in_order: whether the order is that of the data set.
             unfinished: the reason why no pass can be a whole one; empty if it may be.
         """
-        began = self._began
+        began, order = self._began, self.order
+        if order is not None:  # a sampler may draw another number than it says
+            total = len(order)
         unfinished = unfinished or self._why_unfinished()
         source = f"sharded loader {loader}" if began is None else f"epoch {began.epoch} of sharded loader {loader}"
         counts = Counts((samples, len([*batches])) for samples, batches in groupby(self.samples))
         indices = None if self.indices is None else torch.from_numpy(np.array(self.indices, dtype=np.int64))
-        return HandedOut(source, "sample", counts, total, unfinished, self.samples, order, indices)
+        places = None if in_order or order is None else order[:]
+        return HandedOut(source, "sample", counts, total, unfinished, self.samples, places, indices)
 
     def _why_unfinished(self) -> str:
         if self._began is None:
@@ -57,6 +67,6 @@ class LastPass:
             return (
                 f"the last loop over the sharded loader began at sample {self._began.samples:,} of its epoch (a resume)"
             )
-        if not self.is_over:
+        if not self.has_ended:
             return f"the last loop over the sharded loader was left after {len(self.samples):,} of its batches"
         return ""

@@ -97,7 +97,8 @@ class ShardedLoader(LoopHooks):
         self._cursor = Cursor()
         #: True from load_state_dict to the next pass: that pass continues the cursor's epoch.
         self._resuming = False
-        #: True from load_state_dict to the next pass if that pass has nothing left to give.
+        #: True if the pass of the cursor has nothing left to give: it has come to its end, its loop was left, or it was
+        #: loaded so.
         self._is_over = False
         #: Digest of the order that the next pass must have if the user's sampler is to continue an epoch.
         self._drawn: str | None = None
@@ -232,6 +233,8 @@ class ShardedLoader(LoopHooks):
     def batches_left(self) -> int:
         """The number of batches left in the pass under way, or in the next one; with a batch sampler, the number that
         its ``len()`` implies until all batches are drawn."""
+        if self._has_nothing_left:
+            return 0
         if self.batch_size is not None:
             return self._count_batches(start=self._cursor.samples)
         drawn = self._epochs.count if self._cursor.in_epoch else None
@@ -257,9 +260,9 @@ class ShardedLoader(LoopHooks):
     def state_dict(self) -> dict[str, Any]:
         """Return the loop's position, in JSON types; the same on every rank, and valid for any world size.
 
-        Inside an epoch of a stream that splits itself by rank, the position is valid for the same number of ranks only;
-        and if the dataset has a ``state_dict``, each rank's position holds its own: Note [States of streams] in
-        ``data/streams/reading.py``.
+        Inside an epoch of a stream that splits itself by rank, the position is valid for the same number of ranks and
+        the same shares only; and if the dataset has a ``state_dict``, each rank's position holds its own: Note [States
+        of streams] in ``data/streams/reading.py``.
 
         The batch in hand counts as done, batches fetched ahead do not. Between passes the position is the beginning of
         the next epoch.
@@ -274,7 +277,8 @@ class ShardedLoader(LoopHooks):
         remains of this one. On an error this loader stays as it was.
 
         Raises:
-            CheckpointMismatch: the state is of another dataset length or kind of order, or is not a loader's state.
+            CheckpointMismatch: the state is of another dataset length or kind of order, or inside an epoch of a stream
+                that was read otherwise, or is not a loader's state.
             ValueError: the ranks loaded different states.
         """
 
@@ -294,9 +298,8 @@ class ShardedLoader(LoopHooks):
         self._pass = None
 
     def _state(self) -> LoaderState:
-        over = self._cursor.in_epoch and (self._is_over or self._is_left or self._last_pass.is_over)
         drawn = self._drawn if self._now is None else self._now.drawn
-        return self._state_at(self._cursor, drawn, self.slices, is_over=over)
+        return self._state_at(self._cursor, drawn, self.slices, is_over=self._has_nothing_left)
 
     def _state_at(self, cursor: Cursor, drawn: str | None, slices: int | None, *, is_over: bool) -> LoaderState:
         return LoaderState(
@@ -308,21 +311,25 @@ class ShardedLoader(LoopHooks):
             drop_last=self.drop_last,
             num_workers=self.num_workers if self._source.order == "stream" else None,
             parts=None if self._source.split_by is None else self._world.world_size,
+            shares=None if self._source.split_by is None or self._source.shares is None else [*self._source.shares],
             drawn=drawn if cursor.in_epoch else None,
             slices=slices,
             threads=None if self._options is None else self._options.threads,
             over=is_over or None,
             costs=None if self._slicing is None or self._source.costs is None else self._source.costs.fact,
-            **self._epochs.state(in_epoch=cursor.in_epoch),
+            **self._epochs.state(in_epoch=cursor.in_epoch and not is_over),
         )
+
+    @property
+    def _has_nothing_left(self) -> bool:
+        return self._cursor.in_epoch and self._is_over
 
     def _position_now(self) -> PositionNow:
         """Return the position, from which the state can be made later. Costs a microsecond where lockstep orders."""
         cursor = self._cursor
         if self._source.order not in ("sequential", "shuffled"):  # others have a state of their own
             return PositionNow(cursor, self._state().to_json)
-        slices = None if self._slicing is None else self._slicing.slices
-        over = cursor.in_epoch and (self._is_over or self._is_left or self._last_pass.is_over)
+        slices, over = self.slices, self._has_nothing_left
         return PositionNow(cursor, lambda: self._state_at(cursor, None, slices, is_over=over).to_json())
 
     def _settings(self, *, batch: int) -> dict[str, Any]:
@@ -468,6 +475,7 @@ class ShardedLoader(LoopHooks):
         """Yield the rest of the epoch's batches, requested anew after they are cut into other slices."""
         draws_here = self._slicing is not None and not self._seeded and not self.num_workers
         self._now = self._epochs.begin(self._cursor, seed=self.seed, drawn=self._drawn)
+        self._last_pass.order = self._now.order
         while True:
             self._is_recut = False
             ahead = self._notes.watched(self._fetch())
@@ -480,7 +488,7 @@ class ShardedLoader(LoopHooks):
                 yield fetched
 
     def _run_pass(self, hand_out: Callable[[Fetched], Iterator[Any]]) -> Iterator[Any]:
-        is_over, self._is_over = self._is_over, False
+        is_over = self._resuming and self._is_over
         mine = self._begin_pass()
         world, rank_stream = self._world, streams.current
         try:
@@ -489,29 +497,35 @@ class ShardedLoader(LoopHooks):
             for fetched in () if is_over else self._batches():
                 flight.current.leave(_DATA)
                 yield from hand_out(fetched)
+                self._refuse_superseded(mine)  # before a hook saves the position of the newer pass as that of this one
                 for hook in self._boundary_hooks.values():
                     hook()
-                if self._pass is not mine:
-                    raise LockstepError(
-                        f"rank {world.rank}: another pass over this loader has begun, or a state was loaded, and "
-                        "it has only one position; shard a second DataLoader to iterate over the data twice at once"
-                    )
+                self._refuse_superseded(mine)
                 self._ask(rank_stream)
             flight.current.leave(_DATA)
-            self._last_pass.is_over = True
+            self._is_over = self._last_pass.has_ended = True
             for hook in self._end_hooks.values():
                 hook()
             self._end_pass(mine)
         except GeneratorExit:  # the loop was left early
             if self._pass is mine:
-                self._leave_early()
+                self._is_over = True
+                for hook in self._early_end_hooks.values():
+                    hook()
             self._end_pass(mine)
             raise
         finally:
             if self._pass is mine or self._pass is None:  # otherwise a newer pass has the batch in hand
                 rank_stream.finish(self)
-                world._in_hand.take_back(self, is_whole=self._last_pass.is_over)
+                world._in_hand.take_back(self, is_whole=self._last_pass.has_ended)
             self._tell_balance()
+
+    def _refuse_superseded(self, mine: object) -> None:
+        if self._pass is not mine:
+            raise LockstepError(
+                f"rank {self._world.rank}: another pass over this loader has begun, or a state was loaded, and "
+                "it has only one position; shard a second DataLoader to iterate over the data twice at once"
+            )
 
     def _tell_balance(self) -> None:
         """Leave a note on rank 0 of the gain by parts of equal cost since the last note."""
@@ -531,7 +545,7 @@ class ShardedLoader(LoopHooks):
             self._cursor = Cursor(self._cursor.epoch + 1)
         if not self._resuming:
             self._drawn = None
-        self._resuming, self._now = False, None
+        self._resuming, self._is_over, self._now = False, False, None
         if self._slicing is not None:
             self._slicing.begin_epoch()
         self._cursor = replace(self._cursor, in_epoch=True)
@@ -551,24 +565,20 @@ class ShardedLoader(LoopHooks):
     def _handed_out(self) -> HandedOut:
         """See :class:`~lockstep.comm.in_order.places.HandsOut`."""
         source = self._source
-        order = None if self._now is None else self._now.order
-        total = None if source.order in ("batches", "stream") else source.length
-        if order is not None:  # a sampler may draw another number than it says
-            total = len(order)
         if self._slicing is not None:
             why = "the loader was sharded with slices=, whose outputs come in pieces: shard one without for predictions"
         else:
             why = "drop_last=True leaves out the end of a stream" if self.drop_last and source.order == "stream" else ""
         return self._last_pass.handed_out(
             self._number,
-            total=total,
-            order=None if source.order == "sequential" or order is None else order[:],
+            total=None if source.order in ("batches", "stream") else source.length,
+            in_order=source.order == "sequential",
             unfinished=why,
         )
 
     def _end_pass(self, mine: object) -> None:
         if self._pass is mine:
-            self._pass = None
+            self._pass, self._is_over = None, False
             self._notes.end(self._cursor)
             self._cursor = Cursor(self._cursor.epoch + 1)
 

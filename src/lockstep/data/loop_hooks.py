@@ -15,8 +15,6 @@ class LoopHooks:
         self._boundary_hooks: dict[int, Callable[[], object]] = OrderedDict()
         self._end_hooks: dict[int, Callable[[], object]] = OrderedDict()
         self._early_end_hooks: dict[int, Callable[[], object]] = OrderedDict()
-        #: True while the last of these are called.
-        self._is_left = False
 
     def _register_step_boundary_hook(self, hook: Callable[[], object]) -> RemovableHandle:
         """Register ``hook`` to be called between two steps: when the loop is done with a batch and asks for the next.
@@ -50,15 +48,6 @@ class LoopHooks:
             a handle whose ``remove()`` removes the hook.
         """
         return _register(self._early_end_hooks, hook)
-
-    def _leave_early(self) -> None:
-        """Call the hooks of a loop that is left early."""
-        self._is_left = True
-        try:
-            for hook in self._early_end_hooks.values():
-                hook()
-        finally:
-            self._is_left = False
 
 
 def _register(hooks: dict[int, Callable[[], object]], hook: Callable[[], object]) -> RemovableHandle:

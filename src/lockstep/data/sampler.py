@@ -158,7 +158,18 @@ class OrderedHere(Sampler[Any]):
         return len(self._sampler)
 
     def __getattr__(self, name: str) -> Any:
+        # (What Python itself asks for is for this object to have: a copy asks before it has any attribute.)
+        if name == "_sampler" or name.startswith("__"):
+            raise AttributeError(name, name=name, obj=self)
         return getattr(self._sampler, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # (A copy has no loader: the one that it comes from stays where it is, and has process groups.)
+        return OrderedHere, (self._sampler, _choose_nothing)
 
     def __repr__(self) -> str:
         return repr(self._sampler)
+
+
+def _choose_nothing(epoch: int) -> None:
+    """Stand in for the ``set_epoch`` of a loader."""

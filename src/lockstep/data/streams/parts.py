@@ -26,8 +26,8 @@ so it is named on all ranks. Two ranks whose first batches are the same read the
 samples are objects of which nothing can be read).
 
 A position counts the global batches. At a resume each rank passes over as many of its own, so it must be the same rank
-of as many, with as many workers. The states of datasets that have one (Note [States of streams] in ``reading.py``) are
-each rank's own, and only a shorter way to the same batch.
+of as many, with as many workers and the same share of a full batch. The states of datasets that have one (Note [States
+of streams] in ``reading.py``) are each rank's own, and only a shorter way to the same batch.
 """
 
 from __future__ import annotations

@@ -416,6 +416,50 @@ def test_a_collate_fn_may_change_its_samples() -> None:
     assert run_ranks(_popped, 2, "parts") == [[2, 2, 1], [2, 0, 0]]
 
 
+class OfAnyKind:
+    """A collate_fn that returns one thing for a batch, whatever its samples."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __call__(self, samples: list[dict[str, Tensor]]) -> Any:
+        if self._kind == "sparse":
+            return torch.stack([sample["x"] for sample in samples]).to_sparse()
+        return Awkward(self._kind, len(samples))
+
+
+class Awkward:
+    """What can't be copied, or on one rank can't be measured."""
+
+    def __init__(self, kind: str, samples: int) -> None:
+        self._kind, self.samples = kind, samples
+
+    def __deepcopy__(self, memo: object) -> Any:
+        raise TypeError("no copies of this")
+
+    @property
+    def nbytes(self) -> int:
+        if self._kind == "unmeasured" and os.environ["RANK"] == "1" and self.samples == 2:
+            raise ValueError("who knows")
+        return 8
+
+
+def _of_any_kind(kind: str) -> int:
+    lockstep.init(timeout=20)
+    return len([*_loader(Parts((12, 5, 9)), 9, collate_fn=OfAnyKind(kind))])
+
+
+@pytest.mark.parametrize("kind", ["sparse", "uncopied"])
+def test_batches_may_be_sparse_or_can_not_be_copied(kind: str) -> None:
+    assert run_ranks(_of_any_kind, 3, kind) == [4, 4, 4]
+
+
+def test_a_batch_that_can_not_be_measured_is_an_error_on_every_rank() -> None:
+    for rank, outcome in enumerate(collect_outcomes(_of_any_kind, 3, "unmeasured")):
+        assert outcome.error == "ValueError", outcome
+        assert rank == 1 or "rank 1: who knows" in str(outcome.message), outcome
+
+
 def _in_order() -> list[float] | None:
     world = lockstep.init(timeout=30)
     loader = _loader(Parts((5, 2)), 4)

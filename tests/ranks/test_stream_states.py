@@ -320,3 +320,46 @@ def _epochs() -> list[int]:
 
 def test_a_dataset_is_told_the_epoch() -> None:
     assert run_ranks(_epochs, 1) == [[10, 11, 12]]
+
+
+class Shuffled(IterableDataset[int]):
+    """Numbers in another order in each epoch, split among its workers."""
+
+    def __init__(self) -> None:
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = [*range(40)]
+        random.Random(self._epoch).shuffle(numbers)
+        info = get_worker_info()
+        return iter(numbers[info.id :: info.num_workers] if info else numbers)
+
+
+def _shuffled(persistent: bool, state: dict[str, Any] | None) -> tuple[list[list[list[int]]], list[dict[str, Any]]]:
+    """The batches of what is left of three epochs, and a state in each of them."""
+    lockstep.init(timeout=60)
+    loader = lockstep.shard(DataLoader(Shuffled(), 6, num_workers=2, persistent_workers=persistent))
+    if state is not None:
+        loader.load_state_dict(state)
+    epochs: list[list[list[int]]] = []
+    states = []
+    for _ in range(loader.epoch, 3):
+        epochs.append([])
+        for batch in loader:
+            epochs[-1].append(batch.tolist())
+            if len(epochs[-1]) == 2:
+                states.append(loader.state_dict())
+    return epochs, states
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_workers_that_live_on_are_told_the_epoch(world_size: int) -> None:
+    fresh = [epochs for epochs, _ in run_ranks(_shuffled, world_size, False, None)]
+    ranks = run_ranks(_shuffled, world_size, True, None)
+    assert [epochs for epochs, _ in ranks] == fresh
+    assert fresh[0][0] != fresh[0][1] != fresh[0][2]
+    for (epochs, _), whole in zip(run_ranks(_shuffled, world_size, True, ranks[0][1][1]), fresh, strict=True):
+        assert epochs == [whole[1][2:], whole[2]]

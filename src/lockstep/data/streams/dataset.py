@@ -71,27 +71,43 @@ class StreamDataset(IterableDataset[Fetched]):
         self._collate, self._cut = collate, cut
         self._drop_last = drop_last
         self._seeded = seeded
-        #: mix(seed, epoch) and the number of the pass, int64 of shape (2,), shared with the workers: persistent workers
-        #: learn of a new pass only from it.
-        self._pass = torch.zeros(2, dtype=torch.int64).share_memory_()
+        #: mix(seed, epoch), the number of the pass, and the epoch: int64 of shape (3,), shared with the workers.
+        #: Persistent workers learn of a new pass only from it.
+        self._pass = torch.zeros(3, dtype=torch.int64).share_memory_()
         #: The mark at which each worker goes on, and the pass in which it does.
         self._marks: Mapping[int, StreamMark] = {}
         self._marks_are_of = 0
         #: Told which sample is read; set in the workers of a job that lockstep started.
         self.at_work: AtWork | None = None
 
-    def begin(self, epoch_key: int, marks: Mapping[int, StreamMark]) -> None:
+    def begin(self, epoch: int, *, seed: int, marks: Mapping[int, StreamMark]) -> None:
         """Choose the epoch of the next pass; called in the main process before the pass begins.
 
+        A ``set_epoch`` of the dataset is called first.
+
         Args:
-            epoch_key: mix(seed, epoch).
+            epoch: the epoch.
+            seed: that of the loader.
             marks: by worker, where it goes on.
         """
+        self._tell_epoch(epoch)
         self._marks_are_of += 1
         self._marks = marks
-        self._pass[0], self._pass[1] = epoch_key >> 1, self._marks_are_of  # 63 bits fit an int64
+        epoch_key = mix(seed, epoch) >> 1  # 63 bits fit an int64
+        self._pass[0], self._pass[1], self._pass[2] = epoch_key, self._marks_are_of, epoch
+
+    def _tell_epoch(self, epoch: int) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    @property
+    def _is_of_earlier_pass(self) -> bool:
+        """True in a worker that persists: it has the dataset and the marks of the pass for which it was started."""
+        return int(self._pass[1]) != self._marks_are_of
 
     def __iter__(self) -> Iterator[Fetched]:
+        if self._is_of_earlier_pass:
+            self._tell_epoch(int(self._pass[2]))
         worker, cut = get_worker_info(), self._cut
         number = worker.id if worker else 0
         key = mix(int(self._pass[0]), number)
@@ -135,8 +151,7 @@ class StreamDataset(IterableDataset[Fetched]):
         samples = self._samples(key)
         if not has_state(self.dataset):
             return read_by_counting(samples, self.dataset)
-        # (A worker that persists has the marks of the pass for which it was started.)
-        mark = self._marks.get(worker) if int(self._pass[1]) == self._marks_are_of else None
+        mark = None if self._is_of_earlier_pass else self._marks.get(worker)
         return StatefulReading(samples, self.dataset, worker=worker, mark=mark).batches()
 
 

@@ -32,7 +32,6 @@ of streams] in ``reading.py``) are each rank's own, and only a shorter way to th
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -44,21 +43,28 @@ from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import together
 from lockstep.comm.waiting import wait_for
 from lockstep.comm.world import World
+from lockstep.data.collate import copied
 from lockstep.data.fetch import PASSED_OVER, Fetched
 from lockstep.data.order import share_bounds
 from lockstep.data.source import Shardable
 from lockstep.data.streams.marks import StreamMarks
 from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.text import which_ranks
-from lockstep.trees import leaves
+from lockstep.trees import dense_parts, leaves
 
 #: What a rank says instead of a number of samples: its part has come to its end; it could not be read.
 _ENDED, _FAILED = -1, -2
 #: The most batches of a portion, and bytes of tensors that it may have.
 _MOST, _BYTES = 16, 4 << 20
 
-#: A batch of a rank's own, if there is one, and what the rank says of it.
-Own = tuple[Fetched | None, int]
+
+class Own(NamedTuple):
+    """A batch of a rank's own, if there is one, and what the rank says of it."""
+
+    item: Fetched | None
+    samples: int
+    #: The bytes of its tensors.
+    size: int = 0
 
 
 class _PortionCounts(NamedTuple):
@@ -91,17 +97,18 @@ class OwnBatches:
     def next(self) -> Own:
         """Return the next batch, and what to say of it: its number of samples, or why there is none."""
         if self.failure is not None:
-            return None, _FAILED
+            return Own(None, _FAILED)
         try:
             for each in self._fetched:
                 if not each.is_end:
-                    return each, each.samples
+                    return Own(each, each.samples, _bytes_of(each.batch))
                 self._nothing = each
+            nothing = self._nothing
+            # (A copy: a script may change what it is given.)
+            return Own(None if nothing is None else nothing._replace(batch=copied(nothing.batch)), _ENDED)
         except Exception as error:  # noqa: BLE001  (the other ranks wait: they must get any failure)
             self.failure = error
-            return None, _FAILED
-        # (A copy: a script may change what it is given.)
-        return copy.deepcopy(self._nothing), _ENDED
+            return Own(None, _FAILED)
 
     def _noting_first(self, fetched: Iterator[Fetched]) -> Iterator[Fetched]:
         for each in fetched:
@@ -149,7 +156,7 @@ class PartPass:
             told = self._read(number)
             size = min(len(portion) + 1, *(each.most for each in told))
             following: list[Own] = []
-            for place, (item, _) in enumerate(portion):
+            for place, (item, *_) in enumerate(portion):
                 counts = [each.samples[place] for each in told]
                 if _FAILED in counts:
                     self._raise_together(own)
@@ -205,8 +212,9 @@ class PartPass:
     def _tell(self, number: int, portion: Sequence[Own]) -> None:
         """**Collective.** Begin to tell all ranks how many samples this one has of the batches from ``number`` on."""
         group = self._world.group
-        samples = [samples for _, samples in portion]
-        numbers = [*self._place, number, _most_of(portion), *samples, *[_ENDED] * (_MOST - len(samples))]
+        samples = [each.samples for each in portion]
+        most = max(1, min(_MOST, _BYTES // max(1, *(each.size for each in portion))))
+        numbers = [*self._place, number, most, *samples, *[_ENDED] * (_MOST - len(samples))]
         mine = torch.tensor(numbers, dtype=torch.int64, device=group_device(group))
         table = mine.new_empty(self._world.world_size, len(mine))
         with labelled("the numbers of samples of a stream's parts"):
@@ -246,8 +254,9 @@ class PartPass:
         return f"rank {world.rank} of {world.world_size}, epoch {self._place[1]}"
 
 
-def _most_of(portion: Sequence[Own]) -> int:
-    """Return how many batches like these a portion may have."""
-    batches = [item.batch for item, _ in portion if item is not None]
-    largest = max((sum(getattr(each, "nbytes", 0) for each in leaves(batch)) for batch in batches), default=0)
-    return max(1, min(_MOST, _BYTES // max(1, largest)))
+def _bytes_of(batch: object) -> int:
+    """Return the bytes of a batch's tensors and arrays."""
+    found = [*leaves(batch)]
+    # (A sparse tensor of coordinates does not say how many it has, other tensors do.)
+    parts = [dense_parts(each) if getattr(each, "layout", None) == torch.sparse_coo else [each] for each in found]
+    return sum(getattr(part, "nbytes", 0) for each in parts for part in each)

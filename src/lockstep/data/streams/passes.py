@@ -28,7 +28,6 @@ from lockstep.comm.world import World
 from lockstep.data.cursor import Cursor, LoaderState
 from lockstep.data.fetch import PASSED_OVER, Fetched, Pass
 from lockstep.data.inner import passing_errors_on
-from lockstep.data.mixing import mix
 from lockstep.data.source import Shardable
 from lockstep.data.streams.dataset import StreamDataset
 from lockstep.data.streams.marks import StreamMarks, read_marks
@@ -55,17 +54,12 @@ class StreamEpochs:
         self._marks = StreamMarks(world, in_parts=source.split_by is not None)
 
     def begin(self, cursor: Cursor, *, seed: int, drawn: str | None) -> Pass:  # noqa: ARG002  (as for other epochs)
-        """Return a pass over the cursor's epoch, of which the batches before the cursor are passed over.
-
-        A ``set_epoch`` of the dataset is called first.
-        """
+        """Return a pass over the cursor's epoch, of which the batches before the cursor are passed over."""
         stream, marks = self._inner.dataset, self._marks
         assert isinstance(stream, StreamDataset)  # inner_loader has made it
         if not cursor.batches:
             marks.by_worker.clear()
-        if hasattr(stream.dataset, "set_epoch"):
-            stream.dataset.set_epoch(cursor.epoch)
-        stream.begin(mix(seed, cursor.epoch), {**marks.by_worker})
+        stream.begin(cursor.epoch, seed=seed, marks={**marks.by_worker})
         if self._source.is_read_whole:
             return WholePass(self._world, epoch=cursor.epoch, marks=marks)
         return PartPass(self._source, self._world, place=(self._loader, cursor.epoch), marks=marks)

@@ -21,6 +21,8 @@ from types import CodeType, FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -505,6 +507,14 @@ def default_collate_by(tensors: Callable[[Sequence[torch.Tensor]], Any], samples
         return collate.default_collate(samples)
     ours = {**known, torch.Tensor: lambda batch, *, collate_fn_map: tensors(batch)}  # noqa: ARG005  (as torch calls it)
     return collate.collate(samples, collate_fn_map=ours)
+
+
+def workers_of(batches: object) -> list[BaseProcess]:
+    """Return the worker processes of what ``iter()`` of a DataLoader has returned; none if it has none.
+
+    torch raises an error if one of them dies, and has no public way to ask which has.
+    """
+    return [*getattr(batches, "_workers", ())]
 
 
 #: The attribute in which a module names the parameters and buffers that DDP leaves alone.

@@ -355,6 +355,13 @@ def test_what_goes_wrong_on_rank_0_is_the_same_error_on_every_rank(
     assert len(errors) == 1, errors
 
 
+def test_the_death_of_another_loaders_worker_is_not_a_batch_samplers_failure() -> None:
+    death = "DataLoader worker (pid 4711) is killed by signal: Killed. "  # as torch raises it wherever rank 0 is
+    drawing, other = collect_outcomes(_failing, 2, ([0, 1], RuntimeError(death)), None)
+    assert (drawing.error, drawing.message) == ("RuntimeError", f"after 0 batches: {death}"), "and nothing else is said"
+    assert f"rank 0: RuntimeError: {death.strip()}" in str(other.message)
+
+
 def _apart() -> None:
     drawn_batches._PORTION = 2
     world = lockstep.init(timeout=20)

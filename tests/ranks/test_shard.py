@@ -273,6 +273,21 @@ def test_a_failing_sampler_is_an_error_on_every_rank(sampler: Sampler[int], mess
         assert message in outcome.message
 
 
+#: As torch raises it in whatever the main thread does when a worker has died.
+_DEATH = "DataLoader worker (pid 4711) is killed by signal: Killed. "
+
+
+class Interrupted(Broken):
+    def __iter__(self) -> Iterator[int]:
+        raise RuntimeError(_DEATH)
+
+
+def test_the_death_of_another_loaders_worker_is_not_a_samplers_failure() -> None:
+    drawing, other = collect_outcomes(_bad_sampler, 2, Interrupted())
+    assert (drawing.error, drawing.message) == ("RuntimeError", _DEATH)
+    assert f"rank 0: RuntimeError: {_DEATH.strip()}" in str(other.message)
+
+
 def _stream(length: int, workers: int, drop_last: bool, persistent: bool = False) -> list[list[list[int]]]:
     world = lockstep.init()
     random.seed(world.rank)  # the ranks' own generators differ; the stream's order must not

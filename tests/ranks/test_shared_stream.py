@@ -5,10 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import signal
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -388,9 +392,80 @@ def test_a_reader_that_has_left_its_loop_is_named() -> None:
     reader, other = collect_outcomes(_leaves_early, 2)
     assert reader.value == 2
     assert other.error == "LockstepError"
-    assert "rank 1: rank 0, which reads the stream for this machine, has left its loop in batch 1, and" in str(
+    words = (
+        "rank 1: rank 0, which reads the stream for this machine, has left its loop in batch 1, or an error has ended "
+        "it there, and this rank asks for another one"
+    )
+    assert words in str(other.message)
+
+
+class Pids(IterableDataset[int]):
+    """After a first batch the process that reads, again and again."""
+
+    def __iter__(self) -> Iterator[int]:
+        return chain([0] * 4, repeat(os.getpid()))
+
+
+def _loses_a_worker_in_its_step(how: str) -> int:
+    world = lockstep.init(timeout=60)
+    loader = lockstep.shard(DataLoader(Pids(), batch_size=4, num_workers=2, persistent_workers=how == "persistent"))
+    for number, batch in enumerate(loader):
+        if world.is_main and number == 2:
+            if how == "error":
+                raise ZeroDivisionError("a mistake in the loop")
+            os.kill(int(batch[0]), signal.SIGKILL)
+            for _ in range(6000):
+                time.sleep(0.01)  # until torch raises an error in here, where no loader is asked for anything
+    raise AssertionError("nobody has raised an error")
+
+
+@pytest.mark.parametrize("how", ["fresh", "persistent"])
+def test_a_worker_that_dies_during_a_step_of_the_reader_is_named_on_every_rank(how: str) -> None:
+    reader, other = collect_outcomes(_loses_a_worker_in_its_step, 2, how)
+    for outcome, kind in ((reader, "RuntimeError"), (other, "LockstepError")):
+        assert outcome.error == kind, outcome
+        assert re.search(r"DataLoader worker \(pid \d+\) is killed by signal: Killed", str(outcome.message)), outcome
+    assert "rank 1: rank 0, which reads the stream for this machine, failed to read batch 3. DataLoader worker" in str(
         other.message
     )
+
+
+def test_an_error_in_a_step_of_the_reader_is_not_told_as_a_loop_that_was_left() -> None:
+    reader, other = collect_outcomes(_loses_a_worker_in_its_step, 2, "error")
+    assert reader.error == "ZeroDivisionError"
+    assert "has left its loop in batch 2, or an error has ended it there" in str(other.message)
+
+
+#: What is slept in a wait for a worker's death.
+_LOOKS = 0.01
+
+
+def _loses_a_connection() -> list[int]:
+    """How often rank 0 has looked for the death of a worker when its connection was lost."""
+    world = lockstep.init(timeout=60)
+    looks: list[float] = []
+    torchs, sleep, main = DataLoader.__iter__, time.sleep, threading.get_ident()
+
+    def loses(loader: Any) -> Iterator[Any]:
+        yield from islice(torchs(loader), 2)
+        raise ConnectionResetError("by its peer")
+
+    def sleeps(seconds: float) -> None:
+        if seconds == _LOOKS and threading.get_ident() == main:
+            looks.append(seconds)
+        else:
+            sleep(seconds)
+
+    if world.is_main:
+        DataLoader.__iter__ = loses  # type: ignore[method-assign, assignment]
+        time.sleep = sleeps  # type: ignore[assignment]
+    with pytest.raises((ConnectionResetError, lockstep.LockstepError), match="by its peer"):
+        [*lockstep.shard(DataLoader(Counting(40), batch_size=4, num_workers=1))]
+    return [len(looks)]
+
+
+def test_a_workers_death_is_waited_for_once() -> None:
+    assert run_ranks(_loses_a_connection, 2) == [[2000], [0]]
 
 
 class Opaque:
@@ -557,6 +632,24 @@ def test_a_rank_that_would_go_on_with_another_pass_says_so() -> None:
     assert other.error == "LockstepError"
     assert "rank 1: every rank reads the stream from batch 5 of this pass on" in str(other.message)
     assert "Give it a method set_epoch(epoch)" in str(other.message)
+
+
+class ToldItsPass(CountsPasses):
+    """Begins with another number in each epoch, by what it is told; nobody's count of passes leads there."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.passes = 2 * epoch
+
+
+def _told_passes(opaque_from: int) -> int:
+    lockstep.init(timeout=60)
+    options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "collate_fn": OpaqueFrom(opaque_from)}
+    loader = lockstep.shard(DataLoader(ToldItsPass(), batch_size=4, **options))
+    return sum(len([*loader]) for _ in range(3))
+
+
+def test_a_rank_goes_on_with_the_pass_that_its_dataset_was_told() -> None:
+    assert run_ranks(_told_passes, 2, 320) == [30, 30]
 
 
 class OfOneRank(IterableDataset[int]):

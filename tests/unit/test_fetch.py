@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,10 +14,12 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
 from torch.utils.data import default_collate
 
-from lockstep.data.collate import nothing_of
+from lockstep.data.collate import copied, nothing_of
 from lockstep.data.contents import contents_of, fingerprint
+from lockstep.data.dead_workers import naming_dead_workers, tells_of_a_death
 from lockstep.data.fetch import BatchKey, Fetched, FetchingDataset
-from lockstep.data.inner import naming_dead_workers
+from lockstep.data.seeding import SampleSeeds, preserved_generators
+from lockstep.data.streams.reading import Samples, StatefulReading, StreamMark
 from lockstep.errors import PeerLost
 from lockstep.trees import leaves, map_leaves, to_device
 
@@ -153,6 +156,106 @@ def test_only_of_a_lost_worker_its_death_is_waited_for(monkeypatch: pytest.Monke
     with pytest.raises(ConnectionResetError):
         list(naming_dead_workers(failing(ConnectionResetError())))
     assert sum(waited) == pytest.approx(20)
+
+
+def _die() -> Any:
+    """Raise what torch raises in whatever the main thread does when a worker has died."""
+    raise RuntimeError("DataLoader worker (pid 4711) is killed by signal: Killed. ")
+
+
+class _Interrupted:
+    """A stream with a state, which can be copied, and has a length, unless a worker of another loader dies there."""
+
+    def __init__(self, at: str) -> None:
+        self._at = at
+
+    def _do(self, what: str) -> None:
+        if what == self._at:
+            _die()
+
+    def __len__(self) -> int:
+        self._do("len")
+        return 8
+
+    def __array__(self, *_: object) -> Any:
+        self._do("array")
+        return np.zeros(2)
+
+    def __deepcopy__(self, memo: object) -> Any:
+        self._do("copy")
+        return _Interrupted(self._at)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+    def state_dict(self) -> dict[str, Any]:
+        self._do("tell")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: ARG002  (as the protocol has it)
+        self._do("load")
+
+
+class _FourAtATime:
+    samples = 4
+
+    def key_at(self, key: int, position: int) -> int:  # noqa: ARG002  (as the protocol has it)
+        return key
+
+
+def _read_on(stream: Any) -> list[Any]:
+    samples = Samples(_FourAtATime(), key=1, epoch_key=1, seeded=True, at_work=None)
+    mark = StreamMark(0, 1, 4, "{}", fingerprint([4, 5, 6, 7]))
+    with preserved_generators():
+        return [*StatefulReading(samples, stream, worker=0, mark=mark).batches()]
+
+
+def _fetch_one(_: object) -> Any:
+    """Draw, so that the sample is fetched again, which does not fail."""
+    asked = count()
+
+    def fetch(_: object) -> Any:
+        torch.rand(())
+        return [0] if next(asked) else _die()
+
+    with preserved_generators():
+        return SampleSeeds(looks_at_first=True).fetch(5, [0], fetch, fetch)
+
+
+_PLACES: dict[str, Callable[[Any], object]] = {
+    "load": _read_on,
+    "tell": _read_on,
+    "copy": copied,
+    "array": lambda thing: fingerprint([thing]),
+    "len": lambda thing: contents_of(thing),
+    "fetch": _fetch_one,
+}
+
+
+@pytest.mark.parametrize("place", _PLACES)
+def test_the_death_of_another_loaders_worker_is_not_taken_for_a_failure_of_the_code_that_runs(place: str) -> None:
+    thing = _Interrupted(place)
+    with pytest.raises(RuntimeError, match=r"^DataLoader worker \(pid 4711\) is killed by signal: Killed. $") as raised:
+        _PLACES[place](thing)
+    assert raised.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("error", "tells"),
+    [
+        (RuntimeError("DataLoader worker (pid 12) is killed by signal: Bus error. It is possible that …"), True),
+        (RuntimeError("DataLoader worker (pid 12) exited unexpectedly with exit code 3. Details are lost …"), True),
+        (RuntimeError("DataLoader worker (pid(s) 12, 13) exited unexpectedly"), True),
+        (
+            RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nDataLoader worker (pid 12) is killed"),
+            False,
+        ),
+        (RuntimeError("DataLoader timed out after 5 seconds"), False),
+        (ValueError("DataLoader worker (pid 12) is killed by signal: Killed. "), False),
+    ],
+)
+def test_which_errors_tell_of_a_workers_death(error: Exception, tells: bool) -> None:
+    assert tells_of_a_death(error) == tells
 
 
 def test_a_sample_that_stops_an_iteration_is_an_error() -> None:

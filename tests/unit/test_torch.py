@@ -11,8 +11,12 @@ import importlib
 import inspect
 import math
 import operator
+import os
+import signal
 import subprocess
 import sys
+import time
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +27,13 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 from torch.utils.data._utils import collate
 
 import lockstep
 from lockstep import _torch
 from lockstep.comm.group.fingerprint import REDUCE_OPS
+from lockstep.data.dead_workers import death_among, tells_of_a_death
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
@@ -580,3 +585,33 @@ def test_outside_dispatch_modes_none_sees_what_is_done() -> None:
         number.add_(1)
         assert counting.seen == 1
     assert number.item() == 4
+
+
+class _Pids(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return repeat(os.getpid())
+
+
+def _loses_a_worker() -> None:
+    assert _torch.workers_of(None) == []
+    assert _torch.workers_of(iter(DataLoader(TensorDataset(torch.ones(2))))) == []
+    batches = iter(DataLoader(_Pids(), batch_size=1, num_workers=2))
+    pids = [int(next(batches)) for _ in range(2)]
+    assert [worker.pid for worker in _torch.workers_of(batches)] == pids
+    assert death_among(_torch.workers_of(batches)) is None
+    with pytest.raises(RuntimeError) as raised:
+        _kill_and_wait(pids[1])
+    assert tells_of_a_death(raised.value)
+    ours = death_among(_torch.workers_of(batches))
+    assert str(ours) == f"DataLoader worker (pid {pids[1]}) is killed by signal: Killed."
+    assert str(raised.value).startswith(str(ours))
+
+
+def _kill_and_wait(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    for _ in range(6000):
+        time.sleep(0.01)  # until torch's handler raises the error in here
+
+
+def test_the_workers_of_a_loader_and_what_torch_says_of_their_death() -> None:
+    run_ranks(_loses_a_worker, 1)

@@ -45,6 +45,7 @@ from lockstep.comm.together import together
 from lockstep.comm.world import World
 from lockstep.data.costs import CostsOfSampler, SampleCosts, as_costs
 from lockstep.data.cursor import Cursor
+from lockstep.data.dead_workers import tells_of_a_death
 from lockstep.data.mixing import mix
 from lockstep.data.order import EpochOrder, as_indices, batch_count
 from lockstep.data.seeding import SamplerNumbers, following, parts_of_sampler
@@ -465,6 +466,8 @@ class DrawnBatches:
         except LockstepError:
             raise
         except Exception as error:
+            if tells_of_a_death(error):
+                raise
             raise LockstepError(
                 f"{what} could not draw the batches from {self._next} on of epoch {self._cursor.epoch}: {named(error)}"
             ) from error

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from lockstep.data.dead_workers import tells_of_a_death
 from lockstep.data.seeding import seed_generators
 from lockstep.trees import map_leaves, parts_of, rebuilt
 
@@ -49,7 +50,9 @@ def copied(sample: Any) -> Any:
     """Return a copy for a ``collate_fn`` that may change it; an object that can't be copied is returned itself."""
     try:
         return copy.deepcopy(sample)
-    except Exception:  # noqa: BLE001  (whatever a class of a user's raises: most collate_fns leave samples as they are)
+    except Exception as error:  # (whatever a class of a user's raises: most collate_fns leave samples as they are)
+        if tells_of_a_death(error):
+            raise
         return sample
 
 

@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
 
+from lockstep.data.dead_workers import tells_of_a_death
 from lockstep.trees import dense_parts, leaves
 
 #: The most elements of a sequence that are compared.
@@ -84,7 +85,9 @@ def _within(dataset: Any, name: str, depth: int) -> dict[str, str]:
 def _length_of(dataset: Any) -> int | None:
     try:
         return len(dataset)
-    except Exception:  # noqa: BLE001  (a __len__ that a base class demands, and that says that there is no length)
+    except Exception as error:  # (a __len__ that a base class demands, and that says that there is no length)
+        if tells_of_a_death(error):
+            raise
         return None
 
 
@@ -265,7 +268,9 @@ def _elements_of(thing: Any) -> np.ndarray[Any, Any] | None:
             return None
         elements = np.asarray(thing)
         return None if elements.dtype.hasobject else elements
-    except Exception:  # noqa: BLE001  (a damaged image, say: it is for who uses the sample to say so)
+    except Exception as error:  # (a damaged image, say: it is for who uses the sample to say so)
+        if tells_of_a_death(error):
+            raise
         return None
 
 

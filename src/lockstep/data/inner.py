@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -16,20 +16,17 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lockstep import accelerator, knobs
+from lockstep import _torch, accelerator, knobs
 from lockstep.comm.world import World
+from lockstep.data.dead_workers import death_among, naming_dead_workers
 from lockstep.data.fetch import Fetched, FetchingDataset, Keys, TimedDataset, as_is
 from lockstep.data.source import Shardable
 from lockstep.data.streams.dataset import StreamCut, StreamDataset, TimedStream
-from lockstep.errors import PeerLost
 from lockstep.job import stop
 from lockstep.job.trace import BatchTimes
 from lockstep.job.workers import AtWork
 
 _loaders = count()
-#: Hundredths of a second for the death of a worker whose connection is lost: on a busy machine the kernel is slow to
-#: end a process.
-_DYING = 2000
 
 
 class WorkerStart:
@@ -61,12 +58,29 @@ class WorkerStart:
             self._then(worker_id)
 
 
-class _InnerLoader(DataLoader[Fetched]):
-    """A loader whose workers leave the handling of Ctrl-C, or of the terminal's end, to their rank."""
+class InnerLoader(DataLoader[Fetched]):
+    """A loader whose workers leave the handling of Ctrl-C, or of the terminal's end, to their rank, and are named if
+    they die."""
+
+    #: The pass begun last, while it lasts, if workers read for it.
+    _read_by_workers: Callable[[], object] = staticmethod(lambda: None)
 
     def __iter__(self) -> Any:
+        return self._by_workers() if self.num_workers else self._begun()
+
+    def _by_workers(self) -> Iterator[Fetched]:
+        # (A generator: workers are started when a batch is asked for. Before, it may not be known which comes first.)
+        batches = self._begun()
+        self._read_by_workers = weakref.ref(batches)
+        yield from naming_dead_workers(batches)
+
+    def _begun(self) -> Any:
         with stop.spared():
             return super().__iter__()
+
+    def death_of_worker(self) -> RuntimeError | None:
+        """Return the error, in torch's words, of a worker that has died in the pass under way; None: none has."""
+        return death_among(_torch.workers_of(self._read_by_workers()))
 
 
 def inner_loader(
@@ -78,7 +92,7 @@ def inner_loader(
     pinned: bool,
     seeded: bool,
     cut: StreamCut | None,
-) -> DataLoader[Fetched]:
+) -> InnerLoader:
     """Return a DataLoader over the same dataset, with the same settings, whose items are this rank's of each batch.
 
     Args:
@@ -107,7 +121,7 @@ def inner_loader(
     workers = given.num_workers
     if not source.is_read_whole:  # (where each rank reads all of a stream, it needs the workers of one process)
         workers = max(1, workers // world.local_world_size) if workers else 0
-    return _InnerLoader(
+    return InnerLoader(
         dataset,
         batch_size=None,
         sampler=None if isinstance(dataset, IterableDataset) else keys,
@@ -124,7 +138,7 @@ def inner_loader(
     )
 
 
-def loader_like(loader: DataLoader[Fetched], dataset: StreamDataset, *, persistent: bool) -> DataLoader[Fetched]:
+def loader_like(loader: DataLoader[Fetched], dataset: StreamDataset, *, persistent: bool) -> InnerLoader:
     """Return an inner DataLoader over another stream, with the settings of ``loader``.
 
     Args:
@@ -132,7 +146,7 @@ def loader_like(loader: DataLoader[Fetched], dataset: StreamDataset, *, persiste
         dataset: the stream.
         persistent: whether its workers may live on after a pass, if those of ``loader`` do.
     """
-    return _InnerLoader(
+    return InnerLoader(
         dataset,
         batch_size=None,
         num_workers=loader.num_workers,
@@ -159,21 +173,4 @@ def passing_errors_on(batches: Iterator[Fetched]) -> Iterator[None]:
     except Exception as error:
         if isinstance(batches, Generator):
             batches.throw(error)
-        raise
-
-
-def naming_dead_workers(batches: Iterable[Fetched]) -> Iterator[Fetched]:
-    """Yield ``batches`` as they come.
-
-    The death of a worker that hands over a batch first appears as a lost connection. A moment later torch's handler
-    for SIGCHLD raises an error that says which worker it was and what killed it. An error of such a kind that a worker
-    has met itself, and that torch passes on with the worker's traceback, is not waited for.
-    """
-    try:
-        yield from batches
-    except PeerLost:  # another rank
-        raise
-    except (ConnectionError, EOFError) as error:
-        for _ in range(0 if str(error).startswith("Caught ") else _DYING):
-            time.sleep(0.01)  # the handler raises in here
         raise

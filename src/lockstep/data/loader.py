@@ -25,7 +25,7 @@ from lockstep.data.cursor import Cursor, LoaderState, PositionNow
 from lockstep.data.device import on_device
 from lockstep.data.epochs import Epochs
 from lockstep.data.fetch import Fetched, FetchingDataset, Keys, Pass, share_keys, slices_key, slices_keys
-from lockstep.data.inner import inner_loader, naming_dead_workers
+from lockstep.data.inner import inner_loader
 from lockstep.data.last_pass import LastPass
 from lockstep.data.loop_hooks import LoopHooks
 from lockstep.data.mixing import mix
@@ -598,8 +598,7 @@ class ShardedLoader(LoopHooks):
         batches: Iterable[Fetched] = self._inner
         if self._device is not None:
             batches = on_device(batches, self._device)
-        fetched = iter(naming_dead_workers(batches) if self.num_workers else batches)
-        return now.beside(fetched, self._cursor.batches)
+        return now.beside(iter(batches), self._cursor.batches)
 
     def _say_what_was_dropped(self, fetched: Fetched) -> None:
         size = size_unlike(fetched.batch, fetched.samples)

@@ -42,6 +42,7 @@ from lockstep.comm.exchange import group_device
 from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import together
 from lockstep.comm.world import World
+from lockstep.data.dead_workers import tells_of_a_death
 from lockstep.data.mixing import mix, mixed
 from lockstep.data.seeding import SamplerNumbers, following
 from lockstep.errors import LockstepError, named
@@ -246,6 +247,8 @@ def draw_order(sampler: Any, world: World, *, seed: int, epoch: int) -> torch.Te
         try:
             return _draw(sampler, seed=seed, epoch=epoch) if world.is_main else None
         except Exception as error:
+            if tells_of_a_death(error):
+                raise
             text = named(error)
             raise LockstepError(f"the sampler {type(sampler).__name__} could not draw epoch {epoch}: {text}") from error
 

@@ -52,6 +52,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from lockstep.data.dead_workers import tells_of_a_death
 from lockstep.data.mixing import mix, mixed
 from lockstep.step.generators import GENERATORS
 
@@ -136,8 +137,8 @@ class SampleSeeds:
                     samples = self._seeding(epoch_key, positions, places, one, resting)
                 else:
                     samples = several(places)
-            except Exception:
-                if not self._have_moved(resting):
+            except Exception as error:
+                if not self._have_moved(resting) or tells_of_a_death(error):
                     raise
             else:
                 if not self._have_moved(resting):

@@ -30,6 +30,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from lockstep.data.contents import fingerprint
+from lockstep.data.dead_workers import tells_of_a_death
 from lockstep.data.mixing import mix
 from lockstep.data.seeding import ALL_GENERATORS, StreamSeeds, seed_generators
 from lockstep.data.streams import pipes
@@ -227,7 +228,9 @@ class StatefulReading:
             dataset.load_state_dict(json.loads(mark.state))
             stream = self._samples.open(dataset, drawn=mark.drawn)
             taken = self._samples.take(stream, mark.samples)
-        except Exception as error:  # noqa: BLE001  (whatever a state leads to: there is another way, and it is said)
+        except Exception as error:  # (whatever a state leads to: there is another way, and it is said)
+            if tells_of_a_death(error):
+                raise
             return None, f"could not be used ({named(error)})"
         if taken and fingerprint(taken) == mark.following:
             return (dataset, stream, taken), ""
@@ -249,7 +252,9 @@ class StatefulReading:
             return None
         try:
             return json.dumps(self._dataset.state_dict())
-        except Exception as error:  # noqa: BLE001  (training needs no state: it goes on without, and that is said)
+        except Exception as error:  # (training needs no state: it goes on without, and that is said)
+            if tells_of_a_death(error):
+                raise
             self._keeps_states = False
             self._warning = (
                 f"the state_dict() of {type(self._dataset).__name__} failed, or is not made of JSON types "

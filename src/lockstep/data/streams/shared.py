@@ -24,7 +24,7 @@ a dataset that counts its passes by itself would go on with other samples on eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -40,7 +40,7 @@ from lockstep.comm.world import World
 from lockstep.data.collate import Collate, copied
 from lockstep.data.contents import fingerprint
 from lockstep.data.fetch import Fetched
-from lockstep.data.inner import loader_like, naming_dead_workers
+from lockstep.data.inner import InnerLoader, loader_like
 from lockstep.data.seeding import preserved_generators
 from lockstep.data.source import Shardable
 from lockstep.data.streams.dataset import StreamCut, StreamDataset
@@ -153,12 +153,17 @@ class _OneSample:
 class Stopped:
     """The leader's message: there comes no batch any more, after so many."""
 
-    #: "end": of the stream; "left": the leader's loop; "failed"; "by all": from here on every rank reads.
+    #: "end": of the stream; "left": the leader's loop has ended; "failed"; "by all": from here on every rank reads.
     why: str
     batches: int
-    #: The name of the class of the error, and its traceback.
+    #: The name of the class of the error, and what is to be said of it.
     error: str = ""
     text: str = ""
+
+    @classmethod
+    def by(cls, error: Exception, batches: int, text: str) -> Stopped:
+        """Return the message that an error has ended the reading."""
+        return cls("failed", batches, class_name(error), text)
 
 
 @dataclass(frozen=True)
@@ -194,13 +199,13 @@ class SharedStream:
         self._is_shared = True
         self._has_looked = False
         #: The leader's DataLoader, kept for workers that persist.
-        self._reader: DataLoader[Fetched] | None = None
+        self._reader: InnerLoader | None = None
 
     def __iter__(self) -> Iterator[Fetched]:
         """**Collective** when it is begun. Go through the stream.
 
         Raises:
-            LockstepError: another rank, which reads, has failed or left its loop.
+            LockstepError: another rank, which reads, has failed, or its loop has ended.
             PeerLost: it is gone.
             CollectiveTimeout: it is late, or another rank has not taken its share.
         """
@@ -228,7 +233,8 @@ class SharedStream:
         taken = dict.fromkeys(local.members[1:], 0)
         ended: Stopped | None = None
         try:
-            for fetched in self._reading(local):
+            batches = iter(self._reader_for(local))  # (kept, so that the workers are there when the loop has ended)
+            for fetched in batches:
                 if ended is None and isinstance(fetched.parcel, str):
                     ended = Stopped("by all", number)
                     _tell(local, ended)
@@ -244,21 +250,31 @@ class SharedStream:
                 _tell(local, ended)
         except GeneratorExit:
             if ended is None:
-                _tell(local, Stopped("left", number))
+                _tell(local, self._given_up_at(number))
             raise
         except Exception as error:
             if ended is None:
-                _tell(local, Stopped("failed", number, class_name(error), tracebacks.users_text(error)[-_LONGEST:]))
+                text = f"Its traceback:\n{tracebacks.users_text(error)[-_LONGEST:]}"
+                _tell(local, Stopped.by(error, number, text))
             raise
 
-    def _reading(self, local: LocalRanks) -> Iterable[Fetched]:
-        """Return what is read for all ranks of this machine."""
+    def _given_up_at(self, number: int) -> Stopped:
+        """Return what the others are told where this rank's loop has ended before the stream.
+
+        torch raises the death of a worker wherever this rank is, so mostly in the body of the loop: that closes this
+        generator, as a ``break`` does.
+        """
+        died = None if self._reader is None else self._reader.death_of_worker()
+        return Stopped("left", number) if died is None else Stopped.by(died, number, str(died))
+
+    def _reader_for(self, local: LocalRanks) -> InnerLoader:
+        """Return what reads for all ranks of this machine."""
         if self._reader is None:
             own, *others = (cut for rank in local.members if (cut := self._cut_of(rank=rank)) is not None)
             self._reader = loader_like(self._own, self.dataset.with_cut(LeaderCut(own, others)), persistent=True)
         assert isinstance(self._reader.dataset, StreamDataset)
         self._reader.dataset.go_on_as(self.dataset)
-        return naming_dead_workers(self._reader) if self.num_workers else self._reader
+        return self._reader
 
     def _make_room(self, line: RankLine[Accepted], taken: dict[int, int], number: int) -> None:
         """Wait until a rank has taken its shares but ``_AHEAD``. (One that has left its loop, or is gone, takes none;
@@ -332,12 +348,10 @@ class SharedStream:
         reader = f"rank {local.rank}: rank {local.leader}, which reads the stream for this machine,"
         if message.why == "left":
             raise LockstepError(
-                f"{reader} has left its loop in batch {message.batches - 1}, and this rank asks for another one: let "
-                "all ranks leave a loop at the same batch (world.any tells them when)"
+                f"{reader} has left its loop in batch {message.batches - 1}, or an error has ended it there, and this "
+                "rank asks for another one: let all ranks leave a loop at the same batch (world.any tells them when)"
             )
-        raise class_named(message.error)(
-            f"{reader} failed to read batch {message.batches}. Its traceback:\n{message.text}"
-        )
+        raise class_named(message.error)(f"{reader} failed to read batch {message.batches}. {message.text}")
 
 
 def _tell(local: LocalRanks, message: Stopped) -> None:

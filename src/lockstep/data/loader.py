@@ -233,7 +233,7 @@ class ShardedLoader(LoopHooks):
     def batches_left(self) -> int:
         """The number of batches left in the pass under way, or in the next one; with a batch sampler, the number that
         its ``len()`` implies until all batches are drawn."""
-        if self._has_nothing_left:
+        if self._is_over:
             return 0
         if self.batch_size is not None:
             return self._count_batches(start=self._cursor.samples)
@@ -292,14 +292,15 @@ class ShardedLoader(LoopHooks):
         self._take_slices(saved)
         self.seed = saved.seed
         self._cursor = saved.cursor
-        self._resuming, self._is_over = saved.cursor.in_epoch, bool(saved.over)
+        self._resuming = saved.cursor.in_epoch
+        self._is_over = self._resuming and bool(saved.over)
         self._drawn, self._now = saved.drawn, None
         self._epochs.load(saved)
         self._pass = None
 
     def _state(self) -> LoaderState:
         drawn = self._drawn if self._now is None else self._now.drawn
-        return self._state_at(self._cursor, drawn, self.slices, is_over=self._has_nothing_left)
+        return self._state_at(self._cursor, drawn, self.slices, is_over=self._is_over)
 
     def _state_at(self, cursor: Cursor, drawn: str | None, slices: int | None, *, is_over: bool) -> LoaderState:
         return LoaderState(
@@ -320,16 +321,12 @@ class ShardedLoader(LoopHooks):
             **self._epochs.state(in_epoch=cursor.in_epoch and not is_over),
         )
 
-    @property
-    def _has_nothing_left(self) -> bool:
-        return self._cursor.in_epoch and self._is_over
-
     def _position_now(self) -> PositionNow:
         """Return the position, from which the state can be made later. Costs a microsecond where lockstep orders."""
         cursor = self._cursor
         if self._source.order not in ("sequential", "shuffled"):  # others have a state of their own
             return PositionNow(cursor, self._state().to_json)
-        slices, over = self.slices, self._has_nothing_left
+        slices, over = None if self._slicing is None else self._slicing.slices, self._is_over
         return PositionNow(cursor, lambda: self._state_at(cursor, None, slices, is_over=over).to_json())
 
     def _settings(self, *, batch: int) -> dict[str, Any]:
@@ -497,10 +494,12 @@ class ShardedLoader(LoopHooks):
             for fetched in () if is_over else self._batches():
                 flight.current.leave(_DATA)
                 yield from hand_out(fetched)
-                self._refuse_superseded(mine)  # before a hook saves the position of the newer pass as that of this one
+                if self._pass is not mine:  # a hook would save the newer pass's position as that of this one
+                    raise self._superseded()
                 for hook in self._boundary_hooks.values():
                     hook()
-                self._refuse_superseded(mine)
+                if self._pass is not mine:
+                    raise self._superseded()
                 self._ask(rank_stream)
             flight.current.leave(_DATA)
             self._is_over = self._last_pass.has_ended = True
@@ -520,12 +519,11 @@ class ShardedLoader(LoopHooks):
                 world._in_hand.take_back(self, is_whole=self._last_pass.has_ended)
             self._tell_balance()
 
-    def _refuse_superseded(self, mine: object) -> None:
-        if self._pass is not mine:
-            raise LockstepError(
-                f"rank {self._world.rank}: another pass over this loader has begun, or a state was loaded, and "
-                "it has only one position; shard a second DataLoader to iterate over the data twice at once"
-            )
+    def _superseded(self) -> LockstepError:
+        return LockstepError(
+            f"rank {self._world.rank}: another pass over this loader has begun, or a state was loaded, and "
+            "it has only one position; shard a second DataLoader to iterate over the data twice at once"
+        )
 
     def _tell_balance(self) -> None:
         """Leave a note on rank 0 of the gain by parts of equal cost since the last note."""

@@ -501,11 +501,16 @@ class BatchesInHand:
         return taken
 
     def _refuse_two_of_one(self, batches: list[_BatchAhead], live: list[_Pass]) -> None:
-        """Refuse a forward that is given several batches of one loader whose shares weigh differently."""
+        """Refuse a forward that is given several batches of one pass whose shares weigh differently."""
+        passes = {each.loader: each for each in live}
         for one, two in combinations(batches, 2):
-            if one.loader is not two.loader or not self._weigh_differently(one.share, two.share):
+            mine = passes.get(one.loader)
+            # (Objects that come again in each epoch are known by batches of earlier ones as well.)
+            if one.number is None or two.number is None or one.number[:2] != two.number[:2]:
                 continue
-            if not any(each.is_said for each in live if each.loader is one.loader):
+            if mine is not None and (mine.is_said or mine.ahead is None or (mine.number or ())[:2] != one.number[:2]):
+                continue
+            if self._weigh_differently(one.share, two.share):
                 raise LockstepError(
                     f"rank {self._rank} of {self._world_size}: this forward was given several batches of {one} whose "
                     f"shares weigh differently ({one.share.words()}, {two.share.words()}), so that no one weight makes "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.ddp.api import replica_of
 from tests.backends import EACH_BACKEND, OVER_BOTH
 from tests.harness import collect_outcomes, run_ranks
 from tests.ranks.ddp_cases import Attach, batch, differentiate, name_of, replicate_at_end, replicate_tiny, wide
@@ -249,3 +250,86 @@ def _apart() -> None:
 
 def test_a_rank_that_trains_apart_with_an_empty_share_has_no_gradient() -> None:
     run_ranks(_apart, 3)
+
+
+def _asks_alone() -> None:
+    """One rank asks for gradients by parameters, which average nothing, between steps and through outputs."""
+    world = lockstep.init(timeout=20)
+    model = new(replicate_tiny)
+    for number in range(3):
+        model.zero_grad()
+        share(EQUAL)
+        samples = batch(world.rank, number, 2, 5)
+        if world.is_main:
+            for loss in (model.loss(samples), model(samples).square().mean()):
+                grads = torch.autograd.grad(loss, [*model.parameters()])
+                assert all(bool(grad.any()) for grad in grads)
+            assert all(param.grad is None for param in model.parameters())
+        differentiate(model.loss(samples))
+        assert_gradients(model, by_one_process([EQUAL], first=number))
+        assert replica_of(model).reducer.step == number + 1
+
+
+def test_gradients_that_are_asked_for_by_parameters_are_averaged_by_nobody() -> None:
+    run_ranks(_asks_alone, 3)
+
+
+class Twins(Task):
+    """Uses its parameters twice, so that autograd adds up the parts of a new gradient in place."""
+
+    def loss(self, samples: Tensor) -> Tensor:
+        found: Tensor = self.net(samples).square().mean(dim=1).mean() + self.net(-samples).sin().mean(dim=1).mean()
+        return found
+
+
+def _twice(plans: Sequence[Sequence[int]], items: bool) -> None:
+    world = lockstep.init(timeout=20)
+    model, alone = Twins(), Twins()
+    replicate_tiny(model)
+    for _ in range(2):
+        model.zero_grad()
+        alone.zero_grad()
+        for number, counts in enumerate(plans):
+            world.weigh(counts[world.rank]) if items else share(counts)
+            with lockstep.no_sync(model) if number < len(plans) - 1 else torch.enable_grad():
+                differentiate(model.loss(batch(world.rank, number, counts[world.rank], 5)))
+            if not items:
+                parts = [batch(rank, number, count, 5) for rank, count in enumerate(counts)]
+                differentiate(alone.loss(torch.cat(parts)))
+        if items:
+            parts = [batch(rank, number, n, 5) for number, counts in enumerate(plans) for rank, n in enumerate(counts)]
+            differentiate(alone.loss(torch.cat(parts)))
+        assert_gradients(model, [param.grad for param in alone.parameters() if param.grad is not None])
+
+
+@pytest.mark.parametrize("items", [False, True])
+def test_parameters_that_are_used_twice_are_weighed_as_others(items: bool) -> None:
+    run_ranks(_twice, 3, [EMPTY, OTHERS, UNEQUAL], items)
+
+
+def _laid_out_again(before: bool) -> None:
+    """The hooks in front of parameters go with the layout."""
+    world = lockstep.init(timeout=20)
+    model = Task()
+    for part in ("net.0.weight", "net.0.bias"):
+        model.get_parameter(part).requires_grad_(not before)
+    replicate_tiny(model)
+    for part in ("net.0.weight", "net.0.bias"):
+        model.get_parameter(part).requires_grad_(False)
+    for number in range(4):
+        if number == 2:
+            model.requires_grad_(True)
+        model.zero_grad()
+        share(EQUAL)
+        differentiate(model.loss(batch(world.rank, number, 2, 5)))
+        if number == 2:
+            model(batch(world.rank, number, 2, 5))  # a forward sees what is trained now
+    reducer = replica_of(model).reducer
+    assert len(reducer.in_front) == len(reducer.params) == len([*model.parameters()])
+    assert all(len(param._backward_hooks or {}) == 1 for param in reducer.params)
+    assert_gradients(model, by_one_process([EQUAL], first=3))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_parameters_that_are_thawed_are_looked_in_front_of_too(before: bool) -> None:
+    run_ranks(_laid_out_again, 3, before)

@@ -24,13 +24,15 @@ Note [Unannounced gradients]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A backward that does not come through an output of forward begins with its first gradient (Note [When a backward begins
 and ends] in ``hooks.py``), and the hook that shows it runs after that gradient was added to ``grad``: too late for the
-steps above. One that was added to nothing is the new gradient alone, and is weighed there. (Such a ``grad`` was never
-written in place, so its version is 0; autograd adds in place to one that is there.) Where it was added to what may have
-been there, and the weights differ, nobody can take them apart, and that is an error.
+steps above. One that was added to nothing is the new gradient alone, and is weighed there. It is told by being no view
+of a bucket and never written to in place, as autograd adds to a gradient that is there; or, since autograd also adds up
+the parts of a new gradient in place, by no other parameter having a gradient while this one has not accumulated any.
+One that was added to what may have been there can't be taken apart, and if the weights differ that is an error.
 
 From the first such backward on hooks in front of the parameters begin these backwards before anything is added, so the
-error can strike only there. They cost a microsecond for each parameter, which models that are called as lockstep
-expects don't pay.
+error strikes only there. They cost a microsecond for each parameter, which models that are called as lockstep expects
+don't pay. (torch calls them for ``torch.autograd.grad``, too, which adds nothing: it is told apart as in Note [When a
+backward begins and ends].)
 """
 
 from __future__ import annotations
@@ -74,6 +76,8 @@ class AccumulatedWeights:
         self._params, self._describe = list(params), describe
         #: The parameter whose gradient came before the backward that begins; see Note [Unannounced gradients].
         self.early: Parameter | None = None
+        #: True if that parameter has a gradient of an earlier backward that was not averaged.
+        self.early_has_accumulated = False
         #: The weight that accumulated gradients are still to be multiplied by; None if none have accumulated.
         self.waiting: float | None = None
         self._bucket_weight = 1.0
@@ -135,9 +139,17 @@ class AccumulatedWeights:
         )
 
     def _is_new(self, param: Parameter) -> bool:
-        """Return whether all of the gradient of ``param``, which came early, is surely of this backward."""
+        """Return whether all of the gradient of ``param``, which came early, is of this backward."""
         grad = param.grad
-        return grad is None or (grad._version == 0 and not torch.is_grad_enabled())
+        if grad is None:
+            return True
+        if grad._is_view() or torch.is_grad_enabled():
+            return False
+        return grad._version == 0 or (
+            not self.early_has_accumulated
+            and len(self._params) > 1
+            and all(other.grad is None for other in self._params if other is not param)
+        )
 
     @torch.no_grad()
     def _put_aside(self) -> None:
@@ -179,6 +191,8 @@ class AccumulatedWeights:
         if waiting is None or self._are_gone():
             waiting = weight
         elif waiting == 0 and weight != 0:
+            if self.early is not None and not self._is_new(self.early):
+                raise self._inseparable(self.early)
             kept = self._drop_accumulated(pending)
             waiting = weight
         early, differs = self.early, weight == 0 or weight != waiting
@@ -233,17 +247,17 @@ class AccumulatedWeights:
 
     def _weigh_incoming(self) -> None:
         @_torch.mark_untraced
-        def weigh(grad: Tensor) -> Tensor:
+        def weigh(grad: Tensor | None) -> Tensor | None:
             return self.weighed(grad)
 
         for param in self._params:
             if param.requires_grad:
                 self._handles.append(param.register_hook(weigh))
 
-    def weighed(self, grad: Tensor) -> Tensor:
+    def weighed(self, grad: Tensor | None) -> Tensor | None:
         """Return a gradient of the backward under way as it is to be added to others; ``grad`` itself if their weights
-        are equal."""
-        if self._incoming == 1:
+        are equal. (A function of the user's may have none to give.)"""
+        if self._incoming == 1 or grad is None:
             return grad
         return torch.zeros_like(grad) if self._incoming == 0 else grad * self._incoming
 

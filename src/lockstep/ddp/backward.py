@@ -130,6 +130,11 @@ class Averaging:
         first, last = self.names[bucket.positions[0]], self.names[bucket.positions[-1]]
         return f"bucket {bucket.index} of {len(self.buckets)} (parameters '{first}' to '{last}')"
 
+    def describe_parameter(self, param: Parameter) -> str:
+        """Name a parameter, on this rank and in this step."""
+        name = next(name for name, each in zip(self.names, self.params, strict=True) if each is param)
+        return f"{self.whoami()}: parameter '{name}'"
+
     def whoami(self) -> str:
         """Say which rank this is, and in which step; the first one is step 1, as in all messages, records and logs.
 

@@ -198,13 +198,15 @@ class DriftCheck:
         used = [param.device for _, param in named]
         self._captures = accelerator.capture_test(used)
         self._has_times = any(accelerator.has_times(device) for device in set(used))
-        self._parts, self._unread = [], None
         self._schedule.begin_round(0)
+        if self._unread is not None:
+            self._schedule.start_over()  # what it would have told is not known
+        self._parts, self._unread = [], None
 
     def stop(self) -> None:
         """Compare nothing from now on; the same on every rank."""
         self.is_paused = True
-        self._is_stopped = True
+        self._is_stopped, self._unread = True, None
 
     def count(self) -> bool:
         """Count a backward that is averaged. Return whether replicas are compared in it, the same on every rank."""
@@ -224,6 +226,8 @@ class DriftCheck:
 
     def write(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:  # noqa: ARG002
         """See :class:`~lockstep.ddp.rider.Rider`."""
+        if self._is_due:  # a backward has failed on all ranks before this was read
+            self._schedule.start_over()
         self._is_due = self.count()
         if self._is_due:
             self.fill(flags)
@@ -231,6 +235,7 @@ class DriftCheck:
     def read(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> ReplicaMismatch | None:  # noqa: ARG002
         """See :class:`~lockstep.ddp.rider.Rider`."""
         if self._is_due:
+            self._is_due = False
             return self._judge(self._now_told(flags))
         return None if self._unread is None else self._read_late()
 

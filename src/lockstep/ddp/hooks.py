@@ -13,9 +13,10 @@ has a gradient. It begins a backward of ours and asks autograd to call back when
 
 If forward returned no tensor that can be found (nor do we search for ever in large Python structures), or the gradients
 do not come through its outputs (another method of the module was called, or the loss has a term of the parameters
-alone), the first gradient begins it. Then, under re-entrant checkpointing, ours ends with the nested backward, and
-there may be several: right, but slower. (A rank none of whose parameters gets a gradient from such a backward does not
-take part in it, and the others wait for it.)
+alone), the first gradient begins it: when it has come or, where that has happened before, when it is about to (Note
+[Unannounced gradients] in ``accumulated.py``). Then, under re-entrant checkpointing, ours ends with the nested
+backward, and there may be several: right, but slower. (A rank none of whose parameters gets a gradient from such a
+backward does not take part in it, and the others wait for it.)
 
 If a backward ends with an error, autograd drops the callback without calling it. We hold it weakly and see it die, so
 the next backward starts from a clean state. Its death proves an error only because nothing else drops it: compiled
@@ -248,6 +249,10 @@ class BackwardWatch:
             callback = partial(self._ended)  # a new object, which nothing else holds
             self._callback = weakref.ref(callback, self._on_dead_callback)
             _queue_callback(callback)
+
+    def accumulates(self) -> bool:
+        """Return whether the backward under way accumulates into a parameter."""
+        return accumulates(self._nodes)
 
     def end(self) -> None:
         """Stop watching; a backward that comes through an earlier forward raises."""

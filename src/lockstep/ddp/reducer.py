@@ -42,6 +42,7 @@ from lockstep.ddp.comm_hooks import CommHook
 from lockstep.ddp.hooks import BackwardListener
 from lockstep.ddp.items import ItemTotals, explain_mixed
 from lockstep.ddp.left_out import explain_left_out
+from lockstep.ddp.parameters import thawed
 from lockstep.ddp.portions import Portions
 from lockstep.ddp.rider import Rider
 from lockstep.ddp.sparse import SparseSlot
@@ -102,7 +103,7 @@ class Reducer:
         self._listener, self._overlap = listener, overlap
         self._home = {position: bucket for bucket in buckets for position in bucket.positions}
         self._sparse = {slot.position: slot for slot in sparse}
-        self._weights, self._totals = AccumulatedWeights(params, self._describe), ItemTotals(group)
+        self._weights, self._totals = AccumulatedWeights(params, self._all.describe_parameter), ItemTotals(group)
         #: The weight of the backward under way if it is a plain one: it averages, and nothing has accumulated.
         self._plain: float | None = None
         # The buckets are laid out for these: all dtypes, and the devices of the first and the last parameter.
@@ -246,26 +247,34 @@ class Reducer:
         """
         if self._listener is None:
             raise LockstepError(f"{self._all.whoami()}: a gradient arrived, but no backward began")
-        self._weights.early = early
-        try:
-            self._listener.gradient_unannounced(has_come=early is not None)
-        finally:
-            self._weights.early = None
-        if not self.in_front:
-            self.look_in_front()
+        weights = self._weights
+        with self._lock:  # a module on several devices has a backward thread for each
+            if self.backward is not None:
+                return
+            if early is not None:
+                self.look_in_front()
+            weights.early = early
+            weights.early_has_accumulated = any(self.params[position] is early for position in self._all.pending)
+            try:
+                self._listener.gradient_unannounced(has_come=early is not None)
+            finally:
+                weights.early = None
 
     def look_in_front(self) -> None:
         """Have unannounced backwards begin before their first gradient is added; see Note [Unannounced gradients]."""
 
         @_torch.mark_untraced
-        def on_incoming(grad: Tensor) -> Tensor | None:
+        def on_incoming(grad: Tensor | None) -> Tensor | None:
             if self.backward is not None:
                 return None
             self.begin_unannounced()
-            return self._weights.weighed(grad)
+            return None if self.backward is None else self._weights.weighed(grad)
 
+        for handle in self.in_front:
+            handle.remove()
         hook = torch.utils.hooks.unserializable_hook(on_incoming)  # a copy of the model goes without it
-        self.in_front = [param.register_hook(hook) for param in self.params if param.requires_grad]
+        with thawed(self.params):
+            self.in_front = [param.register_hook(hook) for param in self.params]
 
     def ready_hook(self, position: int) -> Callable[[object], None]:
         """Return the hook to call when parameter ``position`` has got a gradient; its argument is ignored.
@@ -411,6 +420,8 @@ class Reducer:
         if old._all.pending:
             self._all.pending = {i for i, param in enumerate(self.params) if param.grad is not None}
         self._weights.take_over(old._weights)
+        if old.in_front:
+            self.look_in_front()
         if len(self.params) == len(old.params) and all(map(operator.is_, self.params, old.params)):
             self._take_over_gradients(old)
 
@@ -442,10 +453,6 @@ class Reducer:
     def _present(self) -> Backward:
         assert self.backward is not None, "no backward is under way"
         return self.backward
-
-    def _describe(self, param: Parameter) -> str:
-        name = next(name for name, each in zip(self._all.names, self.params, strict=True) if each is param)
-        return f"{self._all.whoami()}: parameter '{name}'"
 
     def _close(self) -> None:
         if self.backward is not None:

@@ -292,7 +292,9 @@ class Replica(Joinable, BackwardListener):
     # Backward -------------------------------------------------------------------------------------------------------
 
     def gradient_unannounced(self, *, has_come: bool) -> None:
-        """Begin the backward that brings a gradient unannounced."""
+        """Begin the backward that brings a gradient unannounced, unless it adds it to no parameter."""
+        if not has_come and not self._watch.accumulates():
+            return  # torch.autograd.grad
         self._is_unannounced = has_come
         try:
             self._watch.open(self._known_last())

@@ -266,8 +266,9 @@ class BatchesInHand:
 
     @property
     def share_of_forward(self) -> BatchShare | None:
-        """The share that the last forward with gradients has taken; outside of forwards that of the batch in hand."""
-        return self.share if self._given is None else self._given
+        """The share that the last forward with gradients has taken, or what the script has said instead; that of the
+        batch in hand if another one was handed out since."""
+        return self.share if self._given is None or self.items is not None else self._given
 
     def say(self, share: BatchShare | None) -> None:
         """Put ``share`` in the place of that of the batch in hand, until its loader continues."""
@@ -502,13 +503,15 @@ class BatchesInHand:
 
     def _refuse_two_of_one(self, batches: list[_BatchAhead], live: list[_Pass]) -> None:
         """Refuse a forward that is given several batches of one pass whose shares weigh differently."""
+        if self.items is not None or any(each.is_said and not each.is_used for each in live):
+            return
         passes = {each.loader: each for each in live}
         for one, two in combinations(batches, 2):
             mine = passes.get(one.loader)
             # (Objects that come again in each epoch are known by batches of earlier ones as well.)
             if one.number is None or two.number is None or one.number[:2] != two.number[:2]:
                 continue
-            if mine is not None and (mine.is_said or mine.ahead is None or (mine.number or ())[:2] != one.number[:2]):
+            if mine is not None and (mine.ahead is None or (mine.number or ())[:2] != one.number[:2]):
                 continue
             if self._weigh_differently(one.share, two.share):
                 raise LockstepError(

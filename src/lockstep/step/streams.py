@@ -20,11 +20,10 @@ end the generator is put back to where the common stream stands. Nothing else is
 
 A world of one never leaves the common stream: its numbers are those of a lone process. A step in slices takes nothing
 from the common stream either: what a model draws in a slice is seeded from (seed, epoch, batch, slice), in a world of
-any size. A loader opens a stretch on the
-main thread only, or on the one that called ``init`` (Ray trains in a thread): one that reads batches ahead for another
-must not move that one's generator. Of forwards in several threads, the one that opens a stretch ends it, and the others
-take no part. Nor does a forward that runs within another of the same replica (a model that calls itself): the outermost
-ends the stretch. Python's and NumPy's generators
+any size. A loader opens a stretch on the main thread only, or on the one that called ``init`` (Ray trains in a thread),
+and for slices in any: one that reads batches ahead for another must not move that one's generator. Of forwards in
+several threads, the one that opens a stretch ends it, and the others take no part. Nor does a forward that runs within
+another of the same replica (a model that calls itself): the outermost ends the stretch. Python's and NumPy's generators
 stay common throughout (samples are seeded by position), and the generators of GPUs differ from rank to rank throughout.
 """
 

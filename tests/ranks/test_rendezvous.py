@@ -214,6 +214,65 @@ def test_a_machine_whose_ranks_have_ended_starts_again_when_another_is_lost(tmp_
     assert {path.name for path in tmp_path.glob("rank-*")} == {f"rank-{life}-{rank}" for life in "01" for rank in "01"}
 
 
+_ECHO = """
+import os, sys, time
+import lockstep
+world = lockstep.init()
+open(f"{sys.argv[1]}/began-{world.rank}", "w").write(sys.argv[2])
+while world.rank == 1 and not os.path.exists(f"{sys.argv[1]}/go"):
+    time.sleep(0.01)
+while world.rank == 0 and os.path.exists(f"{sys.argv[1]}/stay"):
+    time.sleep(0.01)
+if world.rank == 1:
+    raise ConnectionError("Connection closed by peer")
+"""
+
+
+def _one_that_hears_an_echo(machines: Machines, folder: Path) -> tuple[Running, Running]:
+    """Start a job of two machines; the one whose rank will fail as if it had lost the other, and the other one."""
+    (folder / "shared").mkdir()
+    script = folder / "train.py"
+    script.write_text(_ECHO)
+    for number in range(2):
+        machines.start(str(number), script=script, restarts=0)
+    began = [folder / f"began-{rank}" for rank in range(2)]
+    wait_for(lambda: all(file.exists() and file.read_text() for file in began), "both ranks")
+    other, fails = (machines.running[int(file.read_text())] for file in began)
+    return fails, other
+
+
+def test_a_consequence_does_not_wait_for_a_machine_that_is_done_and_silent(tmp_path: Path) -> None:
+    with Machines(tmp_path, "2", endpoint=f"file:{tmp_path / 'shared'}", times=f"{SOON},silent=2") as machines:
+        fails, done = _one_that_hears_an_echo(machines, tmp_path)
+        wait_for(lambda: any(b"done/0" in f.read_bytes() for f in (tmp_path / "shared").iterdir()), "the end of rank 0")
+        kill_all(done)
+        (tmp_path / "go").touch()
+        ended = fails.finish(limit=60)
+    assert ended.code == 1, ended
+    assert "ConnectionError: Connection closed by peer" in ended.err
+
+
+def test_a_signal_ends_the_wait_for_the_cause_of_a_consequence(tmp_path: Path) -> None:
+    (tmp_path / "stay").touch()
+    times = f"{SOON},silent=80,cut_off=90"
+    with Machines(tmp_path, "2", endpoint=f"file:{tmp_path / 'shared'}", times=times) as machines:
+        fails, other = _one_that_hears_an_echo(machines, tmp_path)
+        stopped, _ = stop_all(other)
+        (tmp_path / "go").touch()
+        temporary = machines.temporary[machines.running.index(fails)]
+        wait_for(lambda: list(temporary.glob("lockstep-*/**/failed")), "its launcher knows that its rank has failed")
+        os.kill(fails.pid, signal.SIGTERM)
+        try:
+            ended = fails.finish(limit=60)
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+        (tmp_path / "stay").unlink()
+        other.finish()
+    assert ended.code == 128 + signal.SIGTERM, ended
+    assert "stopped by SIGTERM" in ended.err
+
+
 def test_a_signal_while_the_machines_meet_again(tmp_path: Path) -> None:
     """Their ranks have saved, to let another one join; the second machine comes when the job has been stopped."""
     with Machines(tmp_path, "2:3") as machines:

@@ -361,7 +361,9 @@ class _Run:
         """End the job on all machines."""
         self._stop(signum, delivered=delivered, now=now)
         node = self._launcher.attempt.round.node_rank
-        if self._others is not None and not self._launcher.policy.failing:
+        # A failure of this machine ends the job itself, unless it is held back as another's consequence.
+        is_held_back = self._stage is _Stage.ENDED and self._verdict is None
+        if self._others is not None and (is_held_back or not self._launcher.policy.failing):
             self._others.end(End(Verdict(EndKind.STOPPED, node, signum=signum).to_json()))
 
     def _stop(self, signum: signal.Signals, *, delivered: bool, now: float) -> None:

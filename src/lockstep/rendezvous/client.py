@@ -11,8 +11,8 @@ holds nothing of an earlier round (in torch's own agent, ranks read addresses of
 up its signs of life twice a second, from when it comes until it leaves.
 
 A round ends by one *verdict*: the first machine that has a reason to end it writes it down (compare-and-set), and all
-act on it. A failure that reads like the echo of another (a lost peer) is held back until every other machine has given
-a sign of life since, for the peer may have been lost with its whole machine.
+act on it. A failure that reads like the echo of another (a lost peer) is held back until every other machine that is
+needed has given a sign of life since, for the peer may have been lost with its whole machine.
 
 When all ranks of a machine have succeeded it says so, and the last machine to say so writes the verdict DONE. A machine
 that has said so is no longer needed: it may be silent, or gone, until the others have ended. The machine that serves
@@ -772,8 +772,8 @@ class _Client:
                     text = f"{who} gave no sign of life for {self._times.silent:g} s"
                     self._write(self._verdict_key, Verdict(EndKind.LOST, round_.node_rank, text).to_json())
             # A machine may be heard up to one interval after its sign of life. So only signs that are heard some time
-            # after the echo show that the others have outlived it.
-            if echo is not None and self._signs.heard_since(others, echo[1] + self._times.echo):
+            # after the echo show that the others have outlived it. One that is done needs not outlive anything.
+            if echo is not None and self._signs.heard_since(self._needed(attempt), echo[1] + self._times.echo):
                 self._write(self._verdict_key, echo[0].to_json())
             if self._has(self._verdict_key):
                 if round_.node_rank == 0:  # whoever came meanwhile is named
@@ -793,6 +793,11 @@ class _Client:
                         echo = verdict, time.monotonic()
                     else:
                         self._write(self._verdict_key, verdict.to_json())
+
+    def _needed(self, attempt: RoundAttempt) -> list[str]:
+        """Return the other machines of the round whose ranks have not all succeeded."""
+        names = [(node, name) for node, name in enumerate(attempt.names) if name != self._name]
+        return [name for node, name in names if not self._store.check([f"done/{node}"])]
 
     def _newcomers(self, attempt: RoundAttempt, mine: Card) -> tuple[int, list[str]]:
         """Return how many machines wait that may join, and messages about those that do not fit, each once."""

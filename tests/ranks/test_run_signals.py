@@ -59,6 +59,29 @@ def test_one_interrupt_stops_everyone_cleanly(tmp_path: Path, to_group: bool) ->
     assert "lockstep: stopped by SIGINT" in done.err.splitlines()
 
 
+#: A module that has the signal come to a rank as soon as it is forked.
+_EARLY = """
+import os, signal
+fork = os.fork
+def fork_and_ask():
+    pid = fork()
+    if pid == 0:
+        os.kill(os.getpid(), signal.{signal})
+    return pid
+os.fork = fork_and_ask
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_as_a_rank_is_forked_waits_for_its_handler(tmp_path: Path, signum: signal.Signals) -> None:
+    (tmp_path / "early.py").write_text(_EARLY.format(signal=signum.name))
+    (tmp_path / "train.py").write_text("print('it trains on')\n")
+    done = run(
+        ["lockstep", "run", "-n", "1", "train.py"], tmp_path, LOCKSTEP_PRELOAD="early", PYTHONPATH=python_path(tmp_path)
+    )
+    assert (done.code, done.out) == (128 + signum, ""), done.err
+
+
 _IN_A_COLLECTION = """
 import ctypes, functools, gc, operator, signal, threading
 send = functools.partial(getattr(ctypes.CDLL(None), "raise"), signal.SIGINT)

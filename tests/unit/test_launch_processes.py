@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.processes import _is_tracker
-from tests.launching import LIMIT, wait_for
+from tests.launching import LIMIT, killed_afterwards, wait_for
 
 #: Starts a tracker, and tells its process; ends with standard input.
 _START = "from {module} import _resource_tracker as t; t.ensure_running(); print(t._pid, flush=True); input()"
@@ -45,8 +46,8 @@ def descendants(pid):
     calls.append(pid)
     return seen(pid) if len(calls) > 2 else []
 _proc.descendants = descendants
-reaped = processes.sweep(patience=0.1)
-print(child.pid, seen(os.getpid()), len(calls) > 2, reaped == {child.pid}, flush=True)
+swept = processes.sweep(patience=0.1)
+print(child.pid, seen(os.getpid()), len(calls) > 2, swept.dead == {child.pid}, flush=True)
 """
 
 
@@ -55,6 +56,66 @@ def test_a_process_that_was_not_seen_is_ended_all_the_same() -> None:
     child, rest = done.stdout.split(" ", 1)
     assert rest == "[] True True\n", done.stderr
     assert not Path(f"/proc/{child}").exists()
+
+
+#: Has two processes below it, of which one belongs to root, and sweeps as another user.
+_FOREIGN = """
+import os, resource, subprocess  # (which the other user can't import)
+from lockstep.launch import processes
+processes.become_subreaper()
+foreign = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL)
+os.setuid(65534)
+own = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL)
+print(foreign.pid, own.pid, flush=True)
+swept = processes.sweep(patience=0.1, limit=300.0)
+print(swept.dead == {own.pid}, swept.kept == {foreign.pid: "sleep"}, flush=True)
+"""
+
+
+def test_a_process_of_another_user_does_not_keep_the_others_from_their_end() -> None:
+    if os.getuid():
+        pytest.skip("only root can become another user")
+    with subprocess.Popen([sys.executable, "-c", _FOREIGN], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        with killed_afterwards([int(pid) for pid in process.stdout.readline().split()]):
+            assert process.stdout.readline() == "True True\n"
+            assert process.wait(LIMIT) == 0
+
+
+#: Has a rank that belongs to another user, passes signals on to it, and ends what it can.
+_FOREIGN_RANK = """
+import os, resource, signal, socket, subprocess  # (which the other user can't import)
+from lockstep.job.messages import Channel
+from lockstep.launch.channel import Clear, Cleared, Signal
+from lockstep.launch.zygote import _Zygote
+ours, theirs = socket.socketpair()
+launcher, zygote = Channel(ours, [Cleared]), _Zygote(Channel(theirs, []), "nowhere", frozenset())
+streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+foreign = subprocess.Popen(["sleep", "1000"], **streams)
+os.setuid(65534)
+own = subprocess.Popen(["sleep", "1000"], **streams)
+print(foreign.pid, own.pid, flush=True)
+zygote._ranks = {foreign.pid: 0, own.pid: 1}
+zygote._handle(Signal([0, 1], signal.SIGTERM), [])
+os.waitid(os.P_PID, own.pid, os.WEXITED | os.WNOWAIT)
+for _ in range(2):
+    zygote._handle(Clear([]), [])
+    print(launcher.receive(), flush=True)
+"""
+
+
+def test_a_rank_that_belongs_to_another_user_is_told_of_once() -> None:
+    if os.getuid():
+        pytest.skip("only root can become another user")
+    with subprocess.Popen(
+        [sys.executable, "-c", _FOREIGN_RANK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        foreign, own = (int(pid) for pid in process.stdout.readline().split())
+        with killed_afterwards([foreign, own]):
+            out, err = process.communicate(timeout=LIMIT)
+    assert out == "[(Cleared(), [])]\n" * 2, err
+    assert err == f"lockstep: process {foreign} (sleep) belongs to another user, so it can't be ended from here\n"
 
 
 #: Spares a process that has ended by the time of the sweep, then passes a signal on to it.

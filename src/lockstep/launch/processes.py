@@ -179,8 +179,19 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(error, f"prctl({option}, {value}): {os.strerror(error)}")
 
 
-def sweep(*, patience: float, limit: float = 5.0, spare: Iterable[int] = ()) -> set[int]:
-    """End every process below this one, and reap them.
+@dataclass(frozen=True)
+class Swept:
+    """What has become of the processes below this one."""
+
+    #: Those that were reaped, also some to spare that have ended: their numbers may be others' now.
+    dead: set[int]
+    #: Those that are still there because they belong to another user (a program that root owns and that sets its user,
+    #: as sudo), and the names of their programs.
+    kept: dict[int, str]
+
+
+def sweep(*, patience: float, limit: float = 5.0, spare: Iterable[int] = ()) -> Swept:
+    """End every process below this one that this user may end, and reap them.
 
     Multiprocessing's resource tracker ignores SIGTERM and leaves by itself once its process is gone, after it removed
     the shared memory left there. So processes get SIGTERM first, and SIGKILL only after ``patience``.
@@ -189,13 +200,11 @@ def sweep(*, patience: float, limit: float = 5.0, spare: Iterable[int] = ()) -> 
         patience: seconds between SIGTERM and SIGKILL; resource trackers have 3 s at least.
         limit: seconds after which to give up on processes that even SIGKILL does not end.
         spare: children of this process that stay, with all below them, if they are there.
-
-    Returns:
-        the processes that were reaped, also those to spare that have ended: their numbers may be others' now.
     """
     start = time.monotonic()
     asked: set[int] = set()
     dead: set[int] = set()
+    kept: dict[int, str] = {}
     spared = set(spare)
     while True:
         dead.update(one.pid for one in reap())
@@ -203,10 +212,11 @@ def sweep(*, patience: float, limit: float = 5.0, spare: Iterable[int] = ()) -> 
         stay = spared.union(*(_proc.descendants(pid) for pid in spared))
         left = [pid for pid in left if pid not in stay]
         waited = time.monotonic() - start
+        awaited = [pid for pid in left if pid not in kept]
         # A process that became ours while /proc was read may be missing in ``left``; the kernel knows all our children.
-        if not (left or _has_children(spared)) or waited > limit:
+        if not (awaited or _has_children(spared.union(kept))) or waited > limit:
             remove_shared_memory(dead)
-            return dead
+            return Swept(dead, {pid: kept[pid] for pid in left if pid in kept})
         if waited < patience:
             fresh = [pid for pid in left if pid not in asked]
             _signal_all(fresh, signal.SIGTERM)
@@ -214,7 +224,8 @@ def sweep(*, patience: float, limit: float = 5.0, spare: Iterable[int] = ()) -> 
         else:
             # Again in each round: a process may have forked meanwhile. On a busy machine a tracker takes its time, and
             # nobody else knows what it would have removed.
-            _signal_all([p for p in left if waited > _TRACKERS_PATIENCE or not _is_tracker(p)], signal.SIGKILL)
+            due = [pid for pid in left if waited > _TRACKERS_PATIENCE or not _is_tracker(pid)]
+            kept.update((pid, _proc.read(pid, "comm").strip()) for pid in _signal_all(due, signal.SIGKILL))
         time.sleep(0.005)
 
 
@@ -290,10 +301,25 @@ def _is_tracker(pid: int) -> bool:
     return "resource_tracker import main" in _proc.read(pid, "cmdline")
 
 
-def _signal_all(pids: list[int], signum: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signum)
+def send(pid: int, signum: int) -> bool:
+    """Send a signal to a process, if it is still there; False: it belongs to another user, and gets none."""
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        return False
+    return True
+
+
+def _signal_all(pids: list[int], signum: int) -> list[int]:
+    """Send a signal to all of these processes, and return those that belong to another user."""
+    return [pid for pid in pids if not send(pid, signum)]
+
+
+def left_behind(pid: int, program: str) -> str:
+    """Say that a process is left that could not be ended."""
+    return f"process {pid} ({program}) belongs to another user, so it can't be ended from here"
 
 
 # Signals, read from a descriptor with their origin, instead of interrupting whatever runs ----------------------------
@@ -353,9 +379,10 @@ class SignalQueue:
             return arrivals
 
     def close(self, *, keep: Iterable[int] = ()) -> None:
-        """Close the descriptor. Signals interrupt again, but those of ``keep`` stay blocked, now without a reader."""
+        """Close the descriptor. The signals interrupt again, but those of ``keep`` stay blocked, now without a reader,
+        and so do others that were blocked meanwhile."""
         os.close(self._fd)
-        signal.pthread_sigmask(signal.SIG_SETMASK, {*self._old_mask, *(self._signums & set(keep))})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signums - self._old_mask - set(keep))
 
 
 def ignored(signums: Iterable[signal.Signals] = (*STOPPING, SAVE)) -> frozenset[signal.Signals]:

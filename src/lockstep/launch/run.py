@@ -262,7 +262,10 @@ class _Run:
         if self._stage is not _Stage.FINISHING:
             launcher.finish_notices()  # the sweep ends them, too
             launcher.zygote.wait(limit=1.0)  # its exit code, before the sweep reaps it
-            self._users -= processes.sweep(patience=_PATIENCE, spare=self._users)  # see Note [No orphans]
+            swept = processes.sweep(patience=_PATIENCE, spare=self._users)  # see Note [No orphans]
+            self._users -= swept.dead
+            for pid, program in swept.kept.items():
+                say(processes.left_behind(pid, program))
         self._drain()
         code, end, word, told = self._conclude()
         last = launcher.conclude(code, end=end, word=word)

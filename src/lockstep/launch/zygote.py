@@ -44,6 +44,7 @@ from lockstep.launch.channel import (
     Signal,
     Started,
 )
+from lockstep.launch.console import say
 from lockstep.launch.folders import hold
 from lockstep.launch.processes import SAVE, STOPPING, SignalQueue, ask_for_stack, ignored
 
@@ -97,6 +98,8 @@ class _Zygote:
         self._grace = 0.0
         #: The processes that have ended since the last sweep.
         self._ended: set[int] = set()
+        #: Processes that can't be ended, and of which the user was told.
+        self._told_of: set[int] = set()
         #: True once there was no process for a rank.
         self._is_broken = False
         self._requests: deque[tuple[Request, list[int]]] = deque()
@@ -155,7 +158,7 @@ class _Zygote:
                     if signum == STACK_SIGNAL:
                         ask_for_stack(pid)
                     elif signum != SAVE or _proc.catches(pid, signum):  # else it listens no longer
-                        os.kill(pid, signum)
+                        processes.send(pid, signum)
         return None
 
     def _fork(self, request: Fork, fds: list[int]) -> rank.Task | None:
@@ -184,7 +187,7 @@ class _Zygote:
         self._is_broken = True
         for pid, number in self._ranks.items():
             if number != CLIENT:
-                os.kill(pid, signal.SIGKILL)
+                processes.send(pid, signal.SIGKILL)
 
     def _make_process(self) -> int:
         """Fork as :func:`os.fork` does, once there is room: dead ranks may have workers that are about to leave.
@@ -230,12 +233,16 @@ class _Zygote:
         What was left in /dev/shm is removed, also by processes that had ended before: workers end with a rank that is
         killed, and some are reaped by their ranks.
         """
-        dead = processes.sweep(patience=LEFTOVER_PATIENCE, spare=spare)
+        swept = processes.sweep(patience=LEFTOVER_PATIENCE, spare=spare)
+        for pid, program in swept.kept.items():
+            if pid not in self._told_of:
+                self._told_of.add(pid)
+                say(processes.left_behind(pid, program))
         ended, self._ended = self._ended, set()
         with contextlib.suppress(OSError):  # the folder may be gone
             ended |= workers.processes(self._folder)
         processes.remove_shared_memory(ended)
-        return dead
+        return swept.dead
 
     def _end_abandoned_job(self) -> None:
         """End what is left, since the launcher is gone and nobody waits for the ranks. See Note [No orphans]."""
@@ -248,8 +255,7 @@ class _Zygote:
 
     def _end_ranks(self, signum: signal.Signals) -> None:
         for pid in self._ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signum)
+            processes.send(pid, signum)
 
     def _await_ranks(self, seconds: float) -> None:
         """Wait until all ranks have ended, for so long at most."""

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,56 @@ def test_a_signal_that_comes_as_a_rank_is_forked_waits_for_its_handler(tmp_path:
     assert (done.code, done.out) == (128 + signum, ""), done.err
 
 
+_ASKED = """
+import pathlib, signal, time
+def on_term(*_):
+    pathlib.Path("asked").touch()
+    raise SystemExit
+signal.signal(signal.SIGTERM, on_term)
+pathlib.Path("ready-0").touch()
+while True:
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_signal_is_passed_on_though_nobody_reads_the_launchers_messages(tmp_path: Path, reads: bool) -> None:
+    """Which the reader finds when it goes on, and which do not keep the launcher for a user who wants an end."""
+    (tmp_path / "train.py").write_text(_ASKED)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"\n" * 4096)
+    os.set_blocking(writing, True)
+    argv = [sys.executable, "-m", "lockstep", "run", "-n", "1", "train.py"]
+    with (
+        open(reading, "rb") as shown,
+        subprocess.Popen(argv, cwd=tmp_path, env=environment(tmp_path), stdin=subprocess.DEVNULL, stderr=writing) as job,
+        _killed_if_left(job),
+    ):
+        os.close(writing)
+        wait_for((tmp_path / "ready-0").exists, "training")
+        job.send_signal(signal.SIGUSR1)  # of which it says that no rank can save
+        job.terminate()
+        wait_for((tmp_path / "asked").exists, "the signal reaches the rank", limit=60.0)
+        if reads:
+            said = shown.read().decode()
+            assert said.index("SIGUSR1: no rank can save now") < said.index("lockstep: stopped by SIGTERM")
+        else:
+            wait_for(lambda: job.terminate() or job.poll() is not None, "the end", limit=60.0)
+        assert job.wait(LIMIT) == 128 + signal.SIGTERM
+
+
+@contextmanager
+def _killed_if_left(job: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Whatever the test finds, leave no launcher behind that waits for a reader."""
+    try:
+        yield
+    finally:
+        job.kill()
+
+
 _IN_A_COLLECTION = """
 import ctypes, functools, gc, operator, signal, threading
 send = functools.partial(getattr(ctypes.CDLL(None), "raise"), signal.SIGINT)
@@ -126,6 +178,37 @@ def test_sigterm_is_passed_on(tmp_path: Path) -> None:
     assert done.code == 143
     assert len(_marks(tmp_path, "cleaned")) == 2
     assert "asked to stop" in done.err
+
+
+_LEAVES_ONE = """
+import os, signal, time
+launcher = int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1])
+reading, writing = os.pipe()
+if os.fork() == 0:
+    def on_term(*_):
+        os.kill(launcher, signal.SIGTERM)
+        os._exit(0)
+    signal.signal(signal.SIGTERM, on_term)
+    os.write(writing, b"x")
+    while True:
+        time.sleep(0.05)
+os.read(reading, 1)
+"""
+
+
+def test_a_signal_after_all_ranks_have_ended_does_not_undo_what_they_did(tmp_path: Path) -> None:
+    """It comes as what they have left is ended, from that process."""
+    (tmp_path / "train.py").write_text(_LEAVES_ONE)
+    done = run(["lockstep", "run", "-n", "1", "train.py"], tmp_path)
+    assert done.code == 0, done
+    assert done.err == "lockstep: SIGTERM came when training was over: all ranks ended by themselves\n"
+
+
+def test_a_signal_once_the_end_is_recorded_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('done')\n")
+    options = ["--notify", "kill -TERM $PPID"]
+    done = run(["lockstep", "run", "-n", "1", *options, "train.py"], tmp_path)
+    assert (done.code, done.out) == (0, "done\n"), done
 
 
 def test_sighup_ends_a_job(tmp_path: Path) -> None:

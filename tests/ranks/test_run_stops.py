@@ -22,7 +22,7 @@ from lockstep.job.files import EXIT_SAVED
 from lockstep.launch.ports import free_port
 from tests.faults import jobs
 from tests.harness import collect_outcomes
-from tests.launching import LIMIT, Finished, Running, environment, gone_within, python_path, run, start, wait_for
+from tests.launching import LIMIT, Finished, Running, environment, gone_within, own_mount, python_path, run, start, wait_for
 
 #: Options of a training that comes to no second step, and times by which its ranks do not save from the side either.
 _STUCK, _NOT_ASIDE = ("--slow", "1000"), "aside=1000"
@@ -403,6 +403,42 @@ def test_all_machines_have_saved_whichever_way_the_ranks_of_one_leave(
         assert re.search(r"stopped by (SIGTERM|a signal to the ranks); saved at step \d+ in ", each.err), done
     words = {"os._exit(3)": "left with exit code 3", "crash()": "(SIGSEGV)", "linger()": "(--grace) and was killed"}
     assert any(re.search(rf"rank 1 .*{re.escape(words[trouble])}", each.err) for each in done), done
+
+
+_FILLS = """
+import os, signal
+import torch, lockstep
+from torch import nn
+
+world = lockstep.init()
+model = lockstep.replicate(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+saved = lockstep.Checkpointer("run", model=model, optimizer=optimizer)
+for epoch in saved.epochs(2):
+    for step in range(20):
+        saved.between_steps()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        if saved.step == 5 and world.is_main:
+            try:
+                for number in range(1000):
+                    open(os.path.join(os.environ["TMPDIR"], str(number)), "x").close()
+            except OSError:
+                os.kill({whom}, signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("whom", ["launcher", "rank"])
+def test_ranks_that_have_no_room_to_note_it_have_saved(tmp_path: Path, temporary: Path, whom: str) -> None:
+    above = "int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1])"
+    (tmp_path / "train.py").write_text(_FILLS.replace("{whom}", above if whom == "launcher" else "os.getpid()"))
+    argv = ["lockstep", "run", "-n", "2", "--log-dir", "logs", "train.py"]
+    done = run(argv, tmp_path, torch=True, before=own_mount(temporary, "nr_inodes=100"), TMPDIR=str(temporary))
+    assert done.code == EXIT_SAVED, done
+    assert "has saved, and can't tell its launcher" in done.err
+    by = "SIGTERM" if whom == "launcher" else "a signal to the ranks"
+    assert f"lockstep: stopped by {by}; all ranks have saved, and could not note where" in done.err
+    assert json.loads((tmp_path / "logs" / "run.json").read_text())["end"]["code"] == "run-saved"
 
 
 _SPAWNED = """

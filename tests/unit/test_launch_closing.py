@@ -27,43 +27,81 @@ _ALL: dict[str, tuple[Any, ...]] = {
 }
 _COMBINATIONS = [dict(zip(_ALL, values, strict=True)) for values in itertools.product(*_ALL.values())]
 
-_BEGUN: dict[str, Any] = {"refused_with": None}
+_Row = dict[str, Any]
+
+
+def _values(wanted: Any) -> tuple[Any, ...]:
+    return wanted if isinstance(wanted, tuple) else (wanted,)
+
+
+def _and(*rows: _Row) -> _Row:
+    """What all of these say, each a value or several of what is known, everything else being of any value."""
+    both: _Row = {}
+    for name, wanted in ((name, _values(wanted)) for row in rows for name, wanted in row.items()):
+        both[name] = tuple(value for value in both.get(name, wanted) if value in wanted)
+    return both
+
+
+_BEGUN: _Row = {"refused_with": None}
+_OTHER_THAN_JOINING = tuple(kind for kind in _KINDS if kind is not EndKind.JOINING)
+#: What was saved because the job was to end is what the user is to hear.
+_SAVED = [
+    _BEGUN | {"saved": True, "stopped_by": SIGTERM},
+    _BEGUN | {"saved": True, "stopped_by": None, "meeting": False, "kind": _OTHER_THAN_JOINING},
+]
+#: What was saved to let machines join is no end: the ranks were about to start again, and something has prevented it.
+_SAVED_TO_GO_ON = _BEGUN | {"saved": True, "stopped_by": None, "meeting": True}
+_SAVED_TO_MEET = _BEGUN | {"saved": True, "stopped_by": None, "meeting": False, "kind": EndKind.JOINING}
 _UNSAVED = _BEGUN | {"saved": False}
+#: Everything was done on all machines before anybody asked for an end.
+_DONE = _UNSAVED | {"kind": EndKind.DONE, "completed": True, "meeting": False}
+_UNDONE = [
+    _UNSAVED | {"kind": tuple(kind for kind in _KINDS if kind is not EndKind.DONE)},
+    _UNSAVED | {"kind": EndKind.DONE, "completed": False},
+    _UNSAVED | {"kind": EndKind.DONE, "completed": True, "meeting": True},
+]
 #: A signal ends the job as long as no rank has failed before, or where the round was over for another reason.
 _SIGNALLED = [
-    _UNSAVED | {"stopped_by": SIGTERM, "failing": False},
+    *[_and(each, {"stopped_by": SIGTERM, "failing": False}) for each in _UNDONE],
     _UNSAVED | {"stopped_by": SIGTERM, "failing": True, "kind": (EndKind.LOST, EndKind.JOINING, EndKind.STOPPED)},
 ]
+_FAILED_FIRST: _Row = {"stopped_by": SIGTERM, "failing": True, "kind": (None, EndKind.FAILED, EndKind.DONE)}
 #: No signal does.
-_BY_ITSELF = [
-    _UNSAVED | {"stopped_by": None},
-    _UNSAVED | {"stopped_by": SIGTERM, "failing": True, "kind": (None, EndKind.FAILED, EndKind.DONE)},
-]
-_NOT_FAILED = (None, EndKind.JOINING, EndKind.STOPPED, EndKind.DONE)
-_HERE = _UNSAVED | {"stopped_by": None, "meeting": False}
-_FAILED_FIRST = _UNSAVED | {"stopped_by": SIGTERM, "failing": True, "meeting": False}
+_BY_ITSELF = [_and(each, how) for each in _UNDONE for how in ({"stopped_by": None}, _FAILED_FIRST)]
+#: And the ranks are still of this round.
+_HERE = [_and(each, {"meeting": False}) for each in _BY_ITSELF]
 
-#: What is known, each a value or several, everything else being of any value; and what comes of it.
-_TABLE: list[tuple[dict[str, Any], LastWord, int | None]] = [
+#: What is known, and what comes of it.
+_TABLE: list[tuple[_Row, LastWord, int | None]] = [
     ({"refused_with": 3}, LastWord.REFUSED, 3),
-    (_BEGUN | {"saved": True}, LastWord.SAVED, EXIT_SAVED),
-    *[(each | {"asked_listeners": True, "completed": True}, LastWord.CAME_LATE, 0) for each in _SIGNALLED],
-    *[(each | {"asked_listeners": True, "completed": False}, LastWord.STOPPED, 143) for each in _SIGNALLED],
-    *[(each | {"asked_listeners": False}, LastWord.STOPPED, 143) for each in _SIGNALLED],
-    *[(each | {"meeting": True}, LastWord.ZYGOTE_LOST, None) for each in _BY_ITSELF],
-    (_HERE | {"kind": EndKind.FAILED}, LastWord.VERDICT, 7),
-    (_FAILED_FIRST | {"kind": EndKind.FAILED}, LastWord.VERDICT, 7),
-    (_HERE | {"kind": EndKind.LOST, "completed": True}, LastWord.VERDICT, 0),
-    (_HERE | {"kind": EndKind.LOST, "completed": False}, LastWord.VERDICT_AND_ZYGOTE_LOST, None),
-    (_HERE | {"kind": _NOT_FAILED, "done": True}, LastWord.NOTHING, 0),
-    (_HERE | {"kind": _NOT_FAILED, "done": False}, LastWord.ZYGOTE_LOST, None),
-    (_FAILED_FIRST | {"kind": (None, EndKind.DONE), "done": True}, LastWord.NOTHING, 0),
-    (_FAILED_FIRST | {"kind": (None, EndKind.DONE), "done": False}, LastWord.ZYGOTE_LOST, None),
+    *[(each, LastWord.SAVED, EXIT_SAVED) for each in _SAVED],
+    (_SAVED_TO_GO_ON, LastWord.ZYGOTE_LOST, None),
+    (_SAVED_TO_MEET | {"completed": False}, LastWord.ZYGOTE_LOST, None),
+    (_SAVED_TO_MEET | {"completed": True}, LastWord.NOTHING, 0),
+    (_DONE | {"stopped_by": None}, LastWord.NOTHING, 0),
+    (_DONE | {"stopped_by": SIGTERM}, LastWord.CAME_LATE, 0),
+    *[(_and(each, {"asked_listeners": True, "completed": True}), LastWord.CAME_LATE, 0) for each in _SIGNALLED],
+    *[(_and(each, {"asked_listeners": True, "completed": False}), LastWord.STOPPED, 143) for each in _SIGNALLED],
+    *[(_and(each, {"asked_listeners": False}), LastWord.STOPPED, 143) for each in _SIGNALLED],
+    *[(_and(each, {"meeting": True}), LastWord.ZYGOTE_LOST, None) for each in _BY_ITSELF],
+    *[(_and(each, {"kind": EndKind.FAILED}), LastWord.VERDICT, 7) for each in _HERE],
+    *[(_and(each, {"kind": EndKind.LOST, "completed": True}), LastWord.VERDICT, 0) for each in _HERE],
+    *[
+        (_and(each, {"kind": EndKind.LOST, "completed": False}), LastWord.VERDICT_AND_ZYGOTE_LOST, None)
+        for each in _HERE
+    ],
+    *[(_and(each, {"kind": EndKind.JOINING, "completed": True}), LastWord.NOTHING, 0) for each in _HERE],
+    *[(_and(each, {"kind": EndKind.JOINING, "completed": False}), LastWord.ZYGOTE_LOST, None) for each in _HERE],
+    *[
+        (_and(each, {"kind": (None, EndKind.STOPPED, EndKind.DONE), "done": done}), word, code)
+        for each in _HERE
+        for done, word, code in ((True, LastWord.NOTHING, 0), (False, LastWord.ZYGOTE_LOST, None))
+    ],
 ]
 
 
-def _fits(known: dict[str, Any], row: dict[str, Any]) -> bool:
-    return all(known[name] in (wanted if isinstance(wanted, tuple) else (wanted,)) for name, wanted in row.items())
+def _fits(known: dict[str, Any], row: _Row) -> bool:
+    return all(known[name] in _values(wanted) for name, wanted in row.items())
 
 
 def test_every_combination_ends_as_one_row_says() -> None:

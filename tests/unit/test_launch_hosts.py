@@ -51,7 +51,7 @@ def test_a_guard_that_is_late_passes_on_what_was_said_in_order() -> None:
 def test_a_message_that_comes_in_parts_is_passed_on_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     output, said = os.pipe(), os.pipe()
     guard = _guard(said[0], output[0])
-    monkeypatch.setattr(console, "_reader", said[1])
+    monkeypatch.setattr(console, "_reader", console._Outlet(said[1]))
     text, written = "\N{SNOWMAN}\r\n" * 10_000, os.write
 
     def write_a_part(fd: int, data: bytes) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from lockstep import knobs
 from lockstep.errors import EnvironmentMismatch, LaunchError, RankFailed
 from lockstep.job.files import EXIT_SAVED
-from lockstep.launch import report
+from lockstep.launch import console, report
 from lockstep.launch.asked import AskedMeanwhile
 from lockstep.launch.channel import Broken
 from lockstep.launch.console import say
@@ -26,6 +26,8 @@ from lockstep.runs.record import Recorder, RunEnd
 
 #: Seconds that the zygote has to end what ranks have left, after the time that they had to save.
 _ENDING = 10.0
+#: Seconds for a reader to take the last messages before the program goes on; what is left is shown later.
+_LAST_WORD = 1.0
 
 
 class CalledRanks:
@@ -157,9 +159,10 @@ class CalledRanks:
         elif launcher.policy.alive:
             launcher.zygote.signal(launcher.policy.alive, signal.SIGKILL)
         launcher.close()
-        self.asked.close()
         self._logs.close()
         self._folder.remove()
+        console.flush(_LAST_WORD)  # a signal that has come may end this program next
+        self.asked.close()
 
 
 def _master() -> tuple[str, int]:

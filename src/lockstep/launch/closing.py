@@ -20,7 +20,7 @@ class LastWord(enum.Enum):
     REFUSED = enum.auto()
     #: The ranks were asked to stop, and have saved.
     SAVED = enum.auto()
-    #: The ranks were asked to save when there was nothing left to do.
+    #: The ranks were asked to stop when there was nothing left to do.
     CAME_LATE = enum.auto()
     STOPPED = enum.auto()
     #: The verdict's own text.
@@ -61,7 +61,7 @@ class JobEnd:
     asked_listeners: bool = False
     #: True if a rank of this machine failed before the job was asked to end.
     failing: bool = False
-    #: True if the ranks of this machine have saved because they were asked to stop.
+    #: True if the ranks of this machine have saved because they were asked to stop, or to let machines join.
     saved: bool = False
     #: True if all of them left with exit code 0.
     completed: bool = False
@@ -91,8 +91,10 @@ def decide(end: JobEnd) -> Closing:
     """Return how a job ends on this machine."""
     if end.refused_with is not None:
         return Closing(LastWord.REFUSED, end.refused_with)
-    if end.saved:
-        return Closing(LastWord.SAVED, EXIT_SAVED)
+    if end.saved and (end.stopped_by is not None or not (end.meeting or end.kind is EndKind.JOINING)):
+        return Closing(LastWord.SAVED, EXIT_SAVED)  # else it was for machines that join, and nobody asked for an end
+    if end.kind is EndKind.DONE and end.completed and not end.meeting:
+        return Closing(LastWord.NOTHING if end.stopped_by is None else LastWord.CAME_LATE, 0)
     # Where a round has ended for another reason, a rank's failure is not why it is over.
     if end.stopped_by is not None and (not end.failing or end.kind not in (None, EndKind.FAILED, EndKind.DONE)):
         late = end.asked_listeners and end.completed
@@ -103,7 +105,8 @@ def decide(end: JobEnd) -> Closing:
         return Closing(LastWord.VERDICT, end.failed_with)
     if end.kind is EndKind.LOST:
         return Closing(LastWord.VERDICT, 0) if end.completed else Closing(LastWord.VERDICT_AND_ZYGOTE_LOST, None)
-    return Closing(LastWord.NOTHING, 0) if end.done else Closing(LastWord.ZYGOTE_LOST, None)
+    is_over = end.completed if end.kind is EndKind.JOINING else end.done
+    return Closing(LastWord.NOTHING, 0) if is_over else Closing(LastWord.ZYGOTE_LOST, None)
 
 
 def for_the_others(end: JobEnd) -> int:

@@ -1,11 +1,26 @@
-"""Print lockstep's own messages, after everything that the ranks wrote, or send them to where they are shown."""
+"""Print lockstep's own messages, after everything that the ranks wrote, or send them to where they are shown.
+
+Note [Nobody reads]
+~~~~~~~~~~~~~~~~~~~
+The reader of a pipe may take nothing for hours: a pager, a terminal that was stopped, a process that hangs. Who prints
+waits then, which is as it should be for a rank; but the launcher has signals to pass on, limits to keep and other
+machines to answer. So its messages wait here until there is room for them (:func:`push`, at each turn of its loop), and
+it waits for the reader only when nothing else is left to do (:func:`flush`).
+"""
 
 from __future__ import annotations
 
+import atexit
+import errno
+import io
 import json
 import os
+import select
 import sys
+import time
 from typing import Protocol
+
+from lockstep.job import terminal
 
 
 class Screen(Protocol):
@@ -18,8 +33,56 @@ class Screen(Protocol):
 
 #: The message that only says that the launchers have found each other.
 MET = b'{"met": true}'
-#: The descriptor to which messages are written as JSON lines, to be shown elsewhere; None: standard error is used.
-_reader: int | None = None
+#: A pipe that poll calls writable takes this much without blocking (PIPE_BUF).
+_WRITE = 4096
+#: Bytes that may wait for a reader; further messages are lost.
+_FULL = 1 << 20
+#: Seconds that the end of a program waits for a reader, and between two attempts where poll has promised too much.
+_READER, _PAUSE = 600.0, 0.01
+
+
+class _Outlet:
+    """A descriptor, and the messages that wait for room in it; see Note [Nobody reads]."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.waiting = bytearray()
+
+    def add(self, data: bytes) -> None:
+        """Write, or keep for later, a whole message, unless too much waits already."""
+        if len(self.waiting) < _FULL:
+            self.waiting += data
+        self.push()
+
+    def push(self) -> None:
+        """Write as much as is possible without waiting."""
+        while self.waiting and self.has_room(0.0):
+            try:
+                del self.waiting[: os.write(self.fd, self.waiting[:_WRITE])]
+            except BlockingIOError:
+                return  # another program has made it one that does not block, and there is room for less than that
+            except OSError as error:
+                if error.errno != errno.EIO or not terminal.let_go():
+                    self._lead_to_nowhere()
+
+    def has_room(self, seconds: float) -> bool:
+        """Return whether there is room within some seconds."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        return bool(poll.poll(seconds * 1000))
+
+    def _lead_to_nowhere(self) -> None:
+        """Print nothing from now on, and nor does Python, which would end with an exit code of its own for it."""
+        self.waiting.clear()
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, self.fd)
+        os.close(nothing)
+
+
+#: Standard error.
+_shown = _Outlet(2)
+#: Where messages are written as JSON lines, to be shown elsewhere; None: standard error is used.
+_reader: _Outlet | None = None
 #: The screen that shows messages while ranks write; None: there are no ranks.
 _screen: Screen | None = None
 
@@ -33,11 +96,11 @@ def say_on(screen: Screen | None) -> None:
 def say_to(fd: int) -> None:
     """Write messages to ``fd`` as JSON lines from now on, for the process that shows several launchers' (hosts.py)."""
     global _reader
-    _reader = fd
+    _reader = _Outlet(fd)
 
 
 def say(text: str, *, once: str = "", later: bool = False) -> None:
-    """Print one of lockstep's own messages, after everything the ranks wrote.
+    """Print one of lockstep's own messages, after everything the ranks wrote. See Note [Nobody reads].
 
     Args:
         text: the message.
@@ -48,33 +111,65 @@ def say(text: str, *, once: str = "", later: bool = False) -> None:
     if _reader is None:
         (show if _screen is None else _screen.show)(f"lockstep: {text}")
     else:
-        _send(_reader, json.dumps({"text": text, "once": once, "later": later}).encode() + b"\n")
+        _reader.add(json.dumps({"text": text, "once": once, "later": later}).encode() + b"\n")
 
 
 def show(text: str) -> None:
     """Print a line on standard error; where that is closed, or its reader has gone, print nothing from then on.
 
-    How a job ends must not depend on whether its messages are read.
+    How a job ends must not depend on whether its messages are read. See Note [Nobody reads].
     """
-    if sys.stderr is None:  # closed when Python started; print would take standard output instead
+    stream = sys.stderr
+    if stream is None:  # closed when Python started; print would take standard output instead
         return
-    try:
-        print(text, file=sys.stderr, flush=True)
-    except BlockingIOError:
-        pass  # what has no room on a program's own stream (spawn's) is lost, and later messages are not
-    except OSError:
-        # Python flushes what is left once more at its end, and would leave with an exit code of its own.
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, 2)
-        os.close(nothing)
+    if not isinstance(stream, io.TextIOWrapper) or stream.closed or stream.fileno() != _shown.fd:
+        print(text, file=stream, flush=True)  # a notebook's, or the program's own
+        return
+    if not _shown.waiting and _shown.has_room(0.0):
+        try:
+            stream.flush()  # what the program has begun
+        except OSError:
+            pass  # the message meets the same
+    _shown.add(f"{text}\n".encode(stream.encoding, errors="backslashreplace"))
 
 
 def met() -> None:
     """Tell the process that shows the messages of several launchers that the launchers have found each other."""
     if _reader is not None:
-        _send(_reader, MET + b"\n")
+        _reader.add(MET + b"\n")
 
 
-def _send(fd: int, line: bytes) -> None:
-    while line:  # a signal may come after a part of it
-        line = line[os.write(fd, line) :]
+def waits() -> bool:
+    """Return whether messages wait for their reader."""
+    return any(outlet.waiting for outlet in _outlets())
+
+
+def push() -> None:
+    """Write the messages that wait, as far as there is room."""
+    for outlet in _outlets():
+        outlet.push()
+
+
+def flush(seconds: float = _READER) -> None:
+    """Write the messages that wait, and wait so long for room, since there is nothing else to do."""
+    limit = time.monotonic() + seconds
+    for outlet in _outlets():
+        while outlet.waiting and (left := limit - time.monotonic()) > 0:
+            if outlet.has_room(left):
+                outlet.push()
+                if outlet.waiting:
+                    time.sleep(_PAUSE)
+
+
+def drop() -> None:
+    """Let go of the messages that wait, since nobody takes them, or since they are another process's to show."""
+    for outlet in _outlets():
+        outlet.waiting.clear()
+
+
+def _outlets() -> list[_Outlet]:
+    return [_shown] if _reader is None else [_shown, _reader]
+
+
+atexit.register(flush)
+os.register_at_fork(after_in_child=drop)

@@ -24,7 +24,7 @@ from lockstep.job.files import EXIT_SAVED, FailureRecord, JobFiles, StopNote
 from lockstep.job.hang import WARMING_UP
 from lockstep.job.page import Cell, Look, Pages
 from lockstep.job.summary import RunSummary, Summary
-from lockstep.launch import watchdog
+from lockstep.launch import console, watchdog
 from lockstep.launch.binding import Binding, bind_ranks
 from lockstep.launch.channel import Answer, Exited, Fork, Started, ZygoteHandle
 from lockstep.launch.console import say
@@ -171,6 +171,10 @@ class Attempt:
         """Return where the run continues, if its ranks were asked to stop and have saved."""
         return StopNote.read(self.folder)
 
+    def has_agreed(self, exit_code: int) -> bool:
+        """Return whether a rank that has ended so has left because all have saved."""
+        return self.stop_note() is not None or (exit_code == EXIT_SAVED and self.listening)
+
     def tell_of_failure(self) -> None:
         """Tell the ranks that the signal to stop which follows comes from a failure. Does nothing the second time."""
         if not self._told_of_failure:
@@ -202,6 +206,7 @@ class Attempt:
                 self.round.world_size,
                 late=self.hangs.text,
                 note=self.stop_note(),
+                listened=self.listening,
                 flight_recorders=self.flight_recorders,
                 quit_by=self.lender.quit_by if self.policy.has_quit else None,
             )
@@ -362,12 +367,13 @@ class Launcher:
                 case Exited(rank, code, at, peak) if rank in self.policy.states:
                     self.attempt.keep_flight_recorder(rank, self.recorder.make_folder)
                     self.attempt.lender.ended(rank, self.policy.states[rank].pid)
-                    agreed = self.attempt.stop_note() is not None
+                    agreed = self.attempt.has_agreed(code)
                     self.apply(self.policy.exited(rank, code, at, peak=peak, agreed=agreed))
         return answers
 
     def act(self, now: float) -> None:
-        """Do what is due: compare the ranks once a second, lend the terminal, and end ranks whose time is up."""
+        """Do what is due: compare the ranks once a second, lend the terminal, end ranks whose time is up, and show the
+        messages that wait for their reader."""
         if self.attempt.lender.is_due(now):
             self._lend(now)
         if now >= self._next_look:
@@ -376,6 +382,7 @@ class Launcher:
         self.apply(self.policy.tick(now, telling=filter(self._is_telling, self.policy.alive)))
         for text in self._notifier.look(now):
             say(text)
+        console.push()
 
     def notify(self, notice: Notice, text: str, *, code: str | None = None, exit_code: int | None = None) -> None:
         """Tell the command of ``--notify``, unless another machine's launcher does.

@@ -73,6 +73,8 @@ class Outcome:
     late: str = ""
     #: The checkpoint from which the run continues, if its ranks were asked to stop and have saved.
     note: StopNote | None = None
+    #: True if ranks were to save and leave by themselves when asked to stop.
+    listened: bool = False
     #: Rank -> where its flight recorder's file is; see watchdog.py.
     flight_recorders: Mapping[int, Path] = field(default_factory=dict)
     #: The rank from whose debugger a user has ended the job, and its line; None: the job has not ended so.
@@ -91,8 +93,9 @@ class Outcome:
     @property
     def saved(self) -> bool:
         """Whether the ranks have saved because they were asked to stop. Once all have saved, no way in which a rank
-        leaves is a failure any more."""
-        return self.note is not None
+        leaves is a failure any more. (They could not leave a note where there was no room for one.)"""
+        left = self.listened and bool(self.endings)
+        return self.note is not None or (left and all(one.state.exit_code == EXIT_SAVED for one in self.endings))
 
     @property
     def quit(self) -> str:
@@ -142,6 +145,8 @@ def stopped(outcome: Outcome, signum: signal.Signals | None) -> str:
     words = [f"stopped by {'a signal to the ranks' if signum is None else cause(signum)}"]
     if outcome.note is not None:
         words.append(outcome.note.describe())
+    elif outcome.saved:
+        words.append("all ranks have saved, and could not note where: the run resumes from its newest checkpoint")
     ways: dict[str, list[int]] = {}
     for ending in outcome.endings:
         way = _killed_by(ending, outcome, signum) if ending.was_killed else _own_way(ending, saved=outcome.saved)

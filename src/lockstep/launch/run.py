@@ -19,7 +19,6 @@ from lockstep import _proc, knobs
 from lockstep._files import describe, write_whole
 from lockstep.errors import LaunchError
 from lockstep.job import terminal
-from lockstep.job.files import EXIT_SAVED
 from lockstep.job.page import Phase
 from lockstep.job.stop_signals import TIME_LIMIT
 from lockstep.launch import closing, console, processes, report
@@ -85,9 +84,9 @@ def run(spec: JobSpec) -> int:
         _open_standard_streams()
         terminal.outlive()
         signals = SignalQueue(s for s in (*STOPPING, SAVE, signal.SIGWINCH) if s not in ignored(STOPPING))
-        # A request to save in a job's last moment must not end a launcher that has nothing left to save. After an
-        # agreed stop all signals stay blocked to the very end: a scheduler that sees one machine's launcher leave may
-        # stop the others by a second signal, which would hide that they have saved.
+        # A request to save in a job's last moment must not end a launcher that has nothing left to save. Once it is
+        # recorded how the job has ended, all signals stay blocked to the very end: a scheduler that sees one machine's
+        # launcher leave may stop the others by a second signal, which would hide that they have saved, or are done.
         over = {SAVE}
         undo.callback(lambda: signals.close(keep=over))
         users = set(_proc.children(os.getpid()))  # see Note [No orphans]
@@ -102,8 +101,7 @@ def run(spec: JobSpec) -> int:
         job = _Run(launcher, logs=logs, signals=signals, users=users, file=file)
         undo.callback(job.close)
         code = job.watch()
-        if code == EXIT_SAVED:
-            over.update(STOPPING)
+        over.update(STOPPING)
         return code
 
 
@@ -290,6 +288,7 @@ class _Run:
     def close(self) -> None:
         """End whatever is left, on any way out."""
         console.say_on(None)
+        console.drop()  # nobody has taken it for as long as may be
         self._launcher.zygote.close()
         processes.sweep(patience=_PATIENCE, spare=self._users)
         self._relay.close()
@@ -828,11 +827,12 @@ class _Run:
         """Show what is still in the pipes when every process has ended, for as long as the reader needs."""
         deadline = time.monotonic() + _DRAIN
         self._relay.pump(set(), time.monotonic())
-        while self._relay.open and time.monotonic() < deadline:
+        while (self._relay.open or console.waits()) and time.monotonic() < deadline:
             ready = {key.fileobj for key, _ in self._launcher.selector.select(0.1)}
             if self._signals in ready and any(a.signum != signal.SIGWINCH for a in self._signals.read()):
                 return  # no reader takes the output, and the user wants an end
             self._relay.pump({fd for fd in ready if isinstance(fd, int)}, time.monotonic())
+            console.push()
 
     def _conclude(self) -> tuple[int, RunEnd, str, str]:
         """Say how the job ended, unless all is well.

@@ -44,7 +44,7 @@ from lockstep.launch.channel import (
     Signal,
     Started,
 )
-from lockstep.launch.console import say
+from lockstep.launch.console import flush, say
 from lockstep.launch.folders import hold
 from lockstep.launch.processes import SAVE, STOPPING, SignalQueue, ask_for_stack, ignored
 
@@ -52,6 +52,8 @@ from lockstep.launch.processes import SAVE, STOPPING, SignalQueue, ask_for_stack
 LEFTOVER_PATIENCE = 0.3
 #: Seconds in which the machine has to have room for one more process, and between two attempts to make it.
 _ROOM, _PAUSE = 1.0, 0.02
+#: Seconds for a reader to take what the zygote has to say before it leaves.
+_LAST_WORD = 1.0
 
 
 def main(control: int, folder: str, modules: list[str]) -> None:
@@ -238,6 +240,7 @@ class _Zygote:
             if pid not in self._told_of:
                 self._told_of.add(pid)
                 say(processes.left_behind(pid, program))
+        flush(_LAST_WORD)
         ended, self._ended = self._ended, set()
         with contextlib.suppress(OSError):  # the folder may be gone
             ended |= workers.processes(self._folder)

@@ -46,6 +46,15 @@ def test_signals_are_noted_and_the_first_is_passed_on(asked: AskedMeanwhile) -> 
     assert asked.first is None
 
 
+def test_one_that_comes_when_there_is_nobody_left_to_ask_is_passed_on(asked: AskedMeanwhile) -> None:
+    with asked.noted():
+        asked.close()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert asked.read() == [signal.SIGTERM, signal.SIGINT]
+    assert asked.first == signal.SIGTERM
+
+
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
 def test_signals_of_which_the_program_disposes_are_its_own(asked: AskedMeanwhile, handler: signal.Handlers) -> None:
     for signum in _ALL:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lockstep.job.files import EXIT_SAVED
-from lockstep.launch.closing import Closing, JobEnd, LastWord, decide, for_the_others, why_over
+from lockstep.launch.closing import Closing, JobEnd, LastWord, decide, for_the_others, of_hosts, why_over
 from lockstep.rendezvous.messages import EndKind
 
 _BOTH = (False, True)
@@ -115,6 +115,36 @@ def test_the_others_end_with_what_this_machine_does_but_for_a_failure() -> None:
         if _fits(known, _BEGUN | {"meeting": False, "done": True}):
             end = JobEnd(failed_with=7, **known)
             assert for_the_others(end) == (7 if end.kind is EndKind.FAILED else decide(end).exit_code or 0), known
+
+
+@pytest.mark.parametrize(
+    ("codes", "pressed", "stopped_by", "code"),
+    [
+        ([0, 0], [], None, 0),
+        ([0], [0], None, 0),
+        ([0, 3, 5], [], None, 3),
+        ([0], [143], None, 143),  # it had not finished when it was told to end
+        ([3], [143], None, 3),
+        ([None], [143], None, 1),
+        ([None, 3], [], None, 3),
+        ([0, None], [], None, 1),
+        ([EXIT_SAVED, 1], [], None, EXIT_SAVED),
+        ([1], [EXIT_SAVED], SIGTERM, EXIT_SAVED),
+        ([143, 1], [], SIGTERM, 143),
+        ([1, 143], [], SIGTERM, 143),
+        ([1], [143], SIGTERM, 143),
+        ([1, 1], [], SIGTERM, 1),
+        ([0, 0], [], SIGTERM, 0),
+        ([0, None], [], SIGTERM, 143),
+        ([None], [], SIGTERM, 143),
+        ([], [], SIGTERM, 143),
+        ([], [], None, 0),
+    ],
+)
+def test_the_hosts_of_a_job_end_with_one_code(
+    codes: list[int | None], pressed: list[int], stopped_by: Signals | None, code: int
+) -> None:
+    assert of_hosts(codes, pressed=pressed, stopped_by=stopped_by) == code
 
 
 @pytest.mark.parametrize(

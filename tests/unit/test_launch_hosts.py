@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep import EnvironmentMismatch, LaunchError, knobs
-from lockstep.launch import console
+from lockstep.launch import console, tracing
 from lockstep.launch.console import MET
 from lockstep.launch.hosted import Order, _Guard
 from lockstep.launch.hosts import _FULL, _PATIENCE, Line, _Job, refuse_with_hosts
@@ -147,7 +147,7 @@ def test_a_signal_ends_the_wait_for_a_reader_that_takes_nothing() -> None:
     (queue, arrives), (terminal, shown) = os.pipe(), os.pipe()
     job, sink = _Job.__new__(_Job), OutputSink(shown)  # its processes are not needed here
     job._connections, job._sinks, job._later, job._unfinished = [], {FrameKind.OUTPUT: sink}, [], {}
-    job._codes, job._lost, job._stopped_by = [130], False, None
+    job._codes, job._pressed_codes, job._stopped_by = [130], [], None
     job._looked, job._read_on_at = 0.0, float("inf")
     arrivals = [[SignalArrival(signal.SIGINT, True)], [SignalArrival(signal.SIGTSTP, True)], []]
     job._signals = SimpleNamespace(fileno=lambda: queue, read=arrivals.pop)  # type: ignore[assignment]
@@ -157,6 +157,14 @@ def test_a_signal_ends_the_wait_for_a_reader_that_takes_nothing() -> None:
     assert sink.backlog
     for fd in (queue, arrives, terminal, shown):
         os.close(fd)
+
+
+def test_a_host_that_writes_its_trace_and_tells_of_its_end_is_not_ended_before_it_can_be_done() -> None:
+    """All of this has limits of its own, and one after the other they take longest."""
+    job = _Job.__new__(_Job)  # its processes are not needed here
+    job._connections, job._pressed, job._grace = [], 0, 7.0
+    job._press(100.0)
+    assert job._press_at - 100.0 > 7.0 + tracing.LIMIT + tracing.OTHERS + 2 * knobs.times().notify
 
 
 def test_hosts_with_users_and_numbers() -> None:

@@ -60,7 +60,8 @@ class AskedMeanwhile:
     def read(self) -> list[signal.Signals]:
         """Return those that have come since the last call."""
         with suppress(BlockingIOError):  # none has
-            os.eventfd_read(self._fd)
+            if self._fd >= 0:
+                os.eventfd_read(self._fd)
         signums, self._unread = self._unread, []
         return signums
 
@@ -84,4 +85,5 @@ class AskedMeanwhile:
             return
         self.first = self.first or came
         self._unread.append(came)
-        os.eventfd_write(self._fd, 1)
+        if self._fd >= 0:  # else there is nobody left to ask, and it is passed on
+            os.eventfd_write(self._fd, 1)

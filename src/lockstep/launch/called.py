@@ -10,10 +10,10 @@ from pathlib import Path
 
 from lockstep import knobs
 from lockstep.errors import EnvironmentMismatch, LaunchError, RankFailed
-from lockstep.job.files import EXIT_SAVED
-from lockstep.launch import console, report
+from lockstep.launch import closing, console, report
 from lockstep.launch.asked import AskedMeanwhile
 from lockstep.launch.channel import Broken
+from lockstep.launch.closing import JobEnd, LastWord, why_over
 from lockstep.launch.console import say
 from lockstep.launch.folders import JobFolder
 from lockstep.launch.launcher import Launcher
@@ -21,8 +21,9 @@ from lockstep.launch.logs import LogFolder
 from lockstep.launch.packed_call import PackedCall
 from lockstep.launch.policy import failure_facts
 from lockstep.launch.ports import free_port
+from lockstep.launch.report import Outcome
 from lockstep.launch.spec import JobSpec, Program
-from lockstep.runs.record import Recorder, RunEnd
+from lockstep.runs.record import Recorder
 
 #: Seconds that the zygote has to end what ranks have left, after the time that they had to save.
 _ENDING = 10.0
@@ -63,6 +64,8 @@ class CalledRanks:
         #: The signals that ask this program to end, where its owner has them noted: the ranks are asked first.
         self.asked = AskedMeanwhile()
         self.launcher.selector.register(self.asked, selectors.EVENT_READ)
+        #: True if they were asked when there were ranks that save and leave by themselves.
+        self._asked_listeners = False
 
     @property
     def folder(self) -> Path:
@@ -95,9 +98,7 @@ class CalledRanks:
                 self.error = LaunchError(report.not_started(answer.error))
         launcher.act(time.monotonic())
         if not launcher.lives:
-            if self.error is None:
-                self.error = LaunchError(report.lost(launcher.zygote.pid, launcher.zygote.wait(limit=1.0)))
-            self.close()
+            self.conclude()
         return ready
 
     def _ask_to_stop(self, signum: signal.Signals) -> None:
@@ -106,6 +107,7 @@ class CalledRanks:
         launcher, policy = self.launcher, self.launcher.policy
         has_saved = launcher.attempt.stop_note() is not None
         if policy.stopped_by is None and launcher.attempt.listening and (has_saved or not policy.stopping):
+            self._asked_listeners = self._asked_listeners or not has_saved
             say(report.asked(signum, grace=policy.grace, has_saved=has_saved))
         launcher.apply(policy.signalled(signum, delivered=False, now=time.monotonic()))
         if all(state.pid is None for state in policy.states.values()):
@@ -113,34 +115,71 @@ class CalledRanks:
 
     def conclude(self) -> None:
         """Find out how the ranks have ended, print the messages about that, and close."""
-        attempt = self.launcher.attempt
-        outcome = attempt.outcome()
-        first, policy = outcome.first, self.launcher.policy
-        asked = policy.stopped_by
-        if outcome.saved:
-            code, end, text = EXIT_SAVED, RunEnd.SAVED, report.stopped(outcome, asked)
-        elif outcome.quit_by is not None:
-            code, end, text = 128 + signal.SIGINT, RunEnd.STOPPED, outcome.quit
-            self.error = RankFailed(text, rank=outcome.quit_by[0], exit_code=code)
-        elif asked is not None and not policy.failing:
-            first, code, end, text = None, 128 + asked, RunEnd.STOPPED, report.stopped(outcome, asked)
-        elif first is not None:
-            code, end, text = first.exit_code, RunEnd.FAILED, report.describe(outcome)
-            step, taken = attempt.steps(first.rank)
-            failure = failure_facts(first, step=step, taken=taken, out_of_memory=outcome.out_of_memory)
-            self.launcher.recorder.event("failed", text, failure=failure, again=False)
-        else:
-            code, end, text = 0, RunEnd.DONE, ""
-        if first is not None and self.error is None:
-            traceback = None if first.record is None else first.record.traceback or None
-            self.error = RankFailed(text, rank=first.rank, exit_code=code, traceback=traceback)
-        if asked is not None and outcome.quit_by is None:
+        launcher, policy = self.launcher, self.launcher.policy
+        outcome, asked = launcher.attempt.outcome(), policy.stopped_by
+        closed = closing.decide(self._end(outcome))
+        code, text = closed.exit_code, ""
+        match closed.word:
+            case LastWord.SAVED | LastWord.STOPPED:
+                text = report.stopped(outcome, asked)
+            case LastWord.CAME_LATE if asked is not None:
+                text = report.came_late(asked)
+            case LastWord.VERDICT:
+                text = self._record_failure(outcome)
+            case LastWord.ZYGOTE_LOST:
+                left = launcher.zygote.wait(limit=1.0)
+                code = 128 - left if left is not None and left < 0 else 1
+                self.error = self.error or LaunchError(report.lost(launcher.zygote.pid, left))
+                text = str(self.error)
+        self.error = self.error or self._error(closed.word, code or 0, text, outcome)
+        if asked is not None and text and outcome.quit_by is None:
             say(text)  # since the signal has its effect next, whatever the error
-            # It has none on the first process of a container; and who waits again is to hear the same.
-            self.error = self.error or RankFailed(text, rank=attempt.round.local_ranks[0], exit_code=code)
-        for said in self.launcher.conclude(code, end=end, word=text if outcome.saved else ""):
+        word = "" if closed.word is LastWord.VERDICT else text  # a failure is an event
+        for said in launcher.conclude(code or 0, end=closed.end, word=word):
             say(said)
         self.close()
+
+    def _end(self, outcome: Outcome) -> JobEnd:
+        """Gather what decides how the ranks have ended."""
+        policy, first = self.launcher.policy, outcome.first
+        kind = why_over(
+            stopped_by=policy.stopped_by, failing=policy.failing, failed=first is not None, saved=outcome.saved
+        )
+        return JobEnd(
+            kind=kind if policy.done or first is not None else None,
+            failed_with=1 if first is None else first.exit_code,
+            stopped_by=policy.stopped_by,
+            asked_listeners=self._asked_listeners,
+            failing=policy.failing,
+            saved=outcome.saved,
+            completed=outcome.completed,
+            done=policy.done,
+        )
+
+    def _record_failure(self, outcome: Outcome) -> str:
+        """Note in the record of the run which rank has failed first, and return the report on it."""
+        first, text = outcome.first, report.describe(outcome)
+        assert first is not None, "that is the verdict"
+        step, taken = self.launcher.attempt.steps(first.rank)
+        failure = failure_facts(first, step=step, taken=taken, out_of_memory=outcome.out_of_memory)
+        self.launcher.recorder.event("failed", text, failure=failure, again=False)
+        return text
+
+    def _error(self, word: LastWord, code: int, text: str, outcome: Outcome) -> RankFailed | None:
+        """Return what who waits for the ranks is to hear; None: all have succeeded.
+
+        A signal that has asked them to end ends this program, too; but not the first process of a container, and who
+        waits again is to hear the same.
+        """
+        if code == 0:
+            return None
+        if outcome.quit_by is not None:
+            return RankFailed(text, rank=outcome.quit_by[0], exit_code=code)
+        first = None if word is LastWord.STOPPED else outcome.first
+        if first is None:
+            return RankFailed(text, rank=self.launcher.attempt.round.local_ranks[0], exit_code=code)
+        traceback = None if first.record is None else first.record.traceback or None
+        return RankFailed(text, rank=first.rank, exit_code=code, traceback=traceback)
 
     def close(self, *, saves: bool = False) -> None:
         """End what is left and release everything. A second call does nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from signal import Signals
 
@@ -117,3 +118,32 @@ def for_the_others(end: JobEnd) -> int:
     if end.kind is EndKind.FAILED:
         return end.failed_with
     return decide(end).exit_code or 0
+
+
+def of_hosts(codes: Sequence[int | None], *, pressed: Sequence[int] = (), stopped_by: Signals | None) -> int:
+    """Return the exit code of a job from those of its hosts' launchers, of which each has decided for itself.
+
+    As there, saved comes before stopped, and stopped before failed.
+
+    Args:
+        codes: of the hosts that ended by themselves, in the order of their ends; None: the connection to one was lost.
+        pressed: of those that were told to end because others had ended before.
+        stopped_by: the signal that the user has sent to all; None: there was none.
+    """
+    known = [code for code in (*codes, *pressed) if code is not None]
+    asked = 0 if stopped_by is None else 128 + stopped_by
+    if EXIT_SAVED in known:
+        return EXIT_SAVED
+    if asked and asked in known:
+        return asked
+    failed = _first(code for code in codes if code is not None)
+    if failed:
+        return failed
+    if None in codes or not known:  # whatever the others say, not all is known to be done
+        return asked or int(None in codes)
+    return _first(pressed)
+
+
+def _first(codes: Iterable[int]) -> int:
+    """Return the first exit code that is not 0; 0: there is none."""
+    return next((code for code in codes if code), 0)

@@ -34,8 +34,9 @@ from typing import Any
 from lockstep import knobs
 from lockstep.errors import LaunchError
 from lockstep.job import terminal
-from lockstep.job.files import EXIT_SAVED
 from lockstep.job.stop_signals import one_request
+from lockstep.launch import tracing
+from lockstep.launch.closing import of_hosts
 from lockstep.launch.hosted import Order
 from lockstep.launch.output import PATIENCE, OutputSink, error_sink, window_size
 from lockstep.launch.processes import SAVE, STOPPING, SignalQueue, ignored
@@ -45,8 +46,11 @@ from lockstep.version import __version__
 
 #: Seconds in which all hosts have to answer.
 _REACH = 60.0
-#: Seconds beyond --grace that the other hosts have to end once one has, and then after SIGTERM.
+#: Seconds beyond --grace that the other hosts have to end once one has; and, after SIGTERM, what they have left to do
+#: that has no limit of its own: end processes, and write down how the job has ended.
 _PATIENCE, _LAST = 10.0, 25.0
+#: Commands of --notify for which a host may be waiting then: one that runs, and that of the end.
+_NOTICES = 2
 #: Seconds that a message waits for another host's launcher, which knows more.
 _LATER = 1.0
 #: Bytes that may wait for a slow terminal before the hosts have to wait as well.
@@ -136,6 +140,12 @@ def _terminal_size() -> tuple[int, int] | None:
     return rows, columns
 
 
+def to_end() -> float:
+    """Return the seconds beyond --grace that a host's launcher may take to end after SIGTERM: it writes the trace, and
+    waits for that of other machines and for commands of ``--notify``, each of which has a limit of its own."""
+    return tracing.LIMIT + tracing.OTHERS + _NOTICES * knobs.times().notify + _LAST
+
+
 @dataclass
 class _Unfinished:
     """The beginning of a line that has not ended yet, and the time since which it waits."""
@@ -160,9 +170,10 @@ class _Job:
         self._later: list[tuple[float, int, str, str]] = []
         #: The signal that is to end the job.
         self._stopped_by: signal.Signals | None = None
-        #: Exit codes of hosts, in the order of their ends, without those that were ended from here.
-        self._codes: list[int] = []
-        self._lost = False
+        #: Exit codes of hosts, in the order of their ends, and of those that were told from here to end, since others
+        #: had; None: the connection was lost.
+        self._codes: list[int | None] = []
+        self._pressed_codes: list[int] = []
         #: The time from which what comes from the hosts is read, and kept, though the output is stuck: their ends may
         #: be behind it.
         self._read_on_at = float("inf")
@@ -240,11 +251,7 @@ class _Job:
             self._write(0.1)
             if any(arrival.signum in STOPPING for arrival in self._signals.read()):
                 break  # no reader takes the output, and the user wants an end
-        if EXIT_SAVED in self._codes:
-            return EXIT_SAVED
-        failed = next((code for code in self._codes if code), 0)
-        stopped = 0 if self._stopped_by is None or self._codes else 128 + self._stopped_by
-        return failed or int(self._lost) or stopped
+        return of_hosts(self._codes, pressed=self._pressed_codes, stopped_by=self._stopped_by)
 
     def _note_ends(self, now: float) -> None:
         """Note which hosts have ended, and make the others end as well."""
@@ -253,10 +260,10 @@ class _Job:
                 continue
             self._ended.add(each.host.name)
             if each.code is None:
-                self._lost = True
+                self._codes.append(None)
                 self._show(f"lost the connection to {each.host.name}: {each.why()}")
-            elif not self._pressed or each.code == EXIT_SAVED:
-                self._codes.append(each.code)
+            else:
+                (self._pressed_codes if self._pressed else self._codes).append(each.code)
             if self._press_at == float("inf"):
                 self._press_at = now + self._grace + _PATIENCE
         left = [each for each in self._connections if each.open]
@@ -266,7 +273,7 @@ class _Job:
     def _press(self, now: float) -> None:
         """End launchers that continue without the others: by SIGTERM, then by the end of their connections."""
         self._pressed += 1
-        self._press_at = now + self._grace + _LAST
+        self._press_at = now + self._grace + to_end()
         for each in self._connections:
             if each.open and self._pressed == 1:
                 each.send(f"{(self._stopped_by or signal.SIGTERM).name}\n".encode())

@@ -360,7 +360,8 @@ def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool, by_value: bool
 def _run(program: Callable[[], None], rank: int, *, silent: bool, shared: bool = False, held: bool = False) -> None:
     """Run ``program``. On an exception: leave a record, print it as Python would, and exit as Python would.
 
-    ``silent``: print nothing, because the reader of the record raises it as an exception. ``shared``: all ranks print
+    ``silent``: print nothing, because the reader of the record raises it as an exception; without a record it is printed
+    all the same. ``shared``: all ranks print
     to the same place, where one error of lockstep's that all have is shown once. ``held``: an error is first looked at
     in a debugger.
     """
@@ -389,16 +390,15 @@ def _run(program: Callable[[], None], rank: int, *, silent: bool, shared: bool =
         if held and code == 1:
             _fold(error)
             hook.hold(error)
-        since, undo = time.monotonic(), contextlib.ExitStack()
+        since, undo, recorded = time.monotonic(), contextlib.ExitStack(), False
         if os.getpid() == this_process:  # and not a child that the program forked
             _ignore_deaths_of_workers()
             # If another rank has failed as well, the launcher may stop this one between its record and its printing,
             # and the record's reader would believe that the traceback was shown.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             undo.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL if stops is None else stops)
-            _record(error, rank, code, since, quit_at=quit_at)
-        if quit_at is not None:
-            silent = True  # the user knows
+            recorded = _record(error, rank, code, since, quit_at=quit_at)
+        silent = (silent and recorded) or quit_at is not None  # (of a user's own end the user knows)
         if shared and isinstance(error, LockstepError) and not _is_first_to_tell(error, rank):
             print(f"rank {rank} has failed by an error that is shown already: {type(error).__name__}", file=sys.stderr)
         elif not silent:
@@ -436,10 +436,11 @@ def _ignore_deaths_of_workers() -> None:
         return
 
 
-def _record(error: BaseException, rank: int, exit_code: int, at: float, *, quit_at: str | None = None) -> None:
+def _record(error: BaseException, rank: int, exit_code: int, at: float, *, quit_at: str | None = None) -> bool:
+    """Leave a record of this rank's failure for the launcher, and return whether it is there to be read."""
     folder = knobs.job_dir()
     if folder is None:
-        return
+        return False
     if quit_at is not None:
         message, text = quit_at, ""
     elif isinstance(error, SystemExit):
@@ -454,6 +455,8 @@ def _record(error: BaseException, rank: int, exit_code: int, at: float, *, quit_
         record.write(folder)
     except OSError as trouble:
         print(f"lockstep: rank {rank}'s failure record can't be written: {trouble}", file=sys.stderr)
+        return False
+    return True
 
 
 def _is_first_to_tell(error: LockstepError, rank: int) -> bool:

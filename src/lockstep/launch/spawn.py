@@ -185,11 +185,13 @@ class SpawnContext:
 
         Raises:
             LaunchError: the ranks could not be started.
+            RankFailed: they were asked to stop before they were.
         """
         states = self._policy.states.values()
         while any(state.pid is None for state in states) and not self._ranks.closed:
             self._ranks.turn()
-        if self._ranks.error is not None and not isinstance(self._ranks.error, RankFailed):
+        has_started = all(state.pid is not None for state in states)
+        if self._ranks.error is not None and not (has_started and isinstance(self._ranks.error, RankFailed)):
             raise self._ranks.error
         return [state.pid for state in states if state.pid is not None]
 

@@ -17,7 +17,7 @@ from lockstep.runs.trace import Origin, Trace
 from lockstep.text import counted, which_ranks
 
 #: Seconds that the trace may keep the launcher at the end, and that machine 0 waits there for the other machines' part.
-_LIMIT, _OTHERS = 60.0, 5.0
+LIMIT, OTHERS = 60.0, 5.0
 
 
 class Tracer:
@@ -70,9 +70,9 @@ class Tracer:
             least = max(0, steps - count)
             better = f"; --trace {min(count, steps)}:{least} would have traced the last ones" if steps else ""
             return [f"no trace: --trace {count}:{first} begins after {first:,} steps, and {steps:,} were taken{better}"]
-        until = time.monotonic() + _LIMIT
+        until = time.monotonic() + LIMIT
         if self._thread is not None and self._count_profiles() > self._profiles:
-            self._thread.join(_LIMIT)  # what torch.profiler has exported since then goes in as well
+            self._thread.join(LIMIT)  # what torch.profiler has exported since then goes in as well
             if not self._thread.is_alive():  # two would write the same file
                 self._said.clear()
                 self._thread = None
@@ -81,7 +81,7 @@ class Tracer:
         assert self._thread is not None
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            return [f"the trace was not written within {_LIMIT:g} s, and is left out"]
+            return [f"the trace was not written within {LIMIT:g} s, and is left out"]
         if not self._on_demand:
             return self._take_said()
         return [*self._take_said(), *self._merge_with_others()]
@@ -145,7 +145,7 @@ class Tracer:
         if nodes == 1 or self._round.node_rank:
             return []
         paths = [self._path(node) for node in range(nodes)]
-        until = time.monotonic() + _OTHERS
+        until = time.monotonic() + OTHERS
         while not all(self._is_new(path) for path in paths) and time.monotonic() < until:
             time.sleep(0.05)
         there = [path for path in paths if self._is_new(path)]

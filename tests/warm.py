@@ -618,8 +618,8 @@ def _prepare_guard() -> None:
 
 def _order(argv: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
     """What a zygote is to know, of what a fresh interpreter would be started with; see channel.py."""
-    _, folder, modules, _ = argv[-4:]
-    return {"folder": folder, "modules": modules, "env": dict(env), "cwd": os.getcwd()}
+    launcher, folder, modules, _ = argv[-4:]
+    return {"launcher": int(launcher), "folder": folder, "modules": modules, "env": dict(env), "cwd": os.getcwd()}
 
 
 def _be_zygote(order: dict[str, Any], fds: list[int]) -> None:
@@ -633,7 +633,7 @@ def _be_zygote(order: dict[str, Any], fds: list[int]) -> None:
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal():  # OpenMP read it when this process's ancestor was started
         sys.modules["torch"].set_num_threads(min(int(threads), sys.modules["torch"].get_num_threads()))
-    zygote.main(fds[0], order["folder"], [name for name in order["modules"].split(",") if name])
+    zygote.main(fds[0], order["launcher"], order["folder"], [name for name in order["modules"].split(",") if name])
 
 
 def _run(argv: list[str]) -> None:

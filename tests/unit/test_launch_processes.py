@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep import knobs
+from lockstep.launch.channel import _BOOT
 from lockstep.launch.processes import _is_tracker
 from tests.launching import LIMIT, killed_afterwards, wait_for
 
@@ -89,7 +92,8 @@ from lockstep.job.messages import Channel
 from lockstep.launch.channel import Clear, Cleared, Signal
 from lockstep.launch.zygote import _Zygote
 ours, theirs = socket.socketpair()
-launcher, zygote = Channel(ours, [Cleared]), _Zygote(Channel(theirs, []), "nowhere", frozenset())
+launcher, here = Channel(ours, [Cleared]), os.pidfd_open(os.getpid())
+zygote = _Zygote(Channel(theirs, []), "nowhere", frozenset(), launcher=here)
 streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 foreign = subprocess.Popen(["sleep", "1000"], **streams)
 os.setuid(65534)
@@ -125,7 +129,8 @@ from lockstep.job.messages import Channel
 from lockstep.launch.channel import Clear, Cleared, Signal
 from lockstep.launch.zygote import _Zygote
 ours, theirs = socket.socketpair()
-launcher, zygote = Channel(ours, [Cleared]), _Zygote(Channel(theirs, []), "nowhere", frozenset())
+launcher, here = Channel(ours, [Cleared]), os.pidfd_open(os.getpid())
+zygote = _Zygote(Channel(theirs, []), "nowhere", frozenset(), launcher=here)
 spared = os.fork()
 if not spared:
     os._exit(0)
@@ -166,3 +171,53 @@ def test_a_process_that_leaves_its_memory_ends_as_any_other() -> None:
     assert done.stdout.splitlines() == ["a buffer, a thread", "an exit function", "a finalizer of its own"], done.stderr
     assert done.returncode == 300 & 0xFF
     assert done.stderr == ""
+
+
+#: Asks for many ranks before it reads a single answer, over a socket that holds little.
+_MANY = """
+import os, signal, socket, sys
+from lockstep.job.messages import Channel
+from lockstep.launch.channel import Exited, Finish, Fork, Ready, Request, Started
+from lockstep.launch.zygote import _Zygote
+signal.alarm({limit})
+ours, theirs = socket.socketpair()
+for end in (ours, theirs):
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+here = os.pidfd_open(os.getpid())
+pid = os.fork()
+if pid == 0:
+    ours.close()
+    zygote = _Zygote(Channel(theirs, Request.__args__), "nowhere", frozenset(), launcher=here)
+    zygote.serve()
+    os._exit(0)
+theirs.close()
+launcher = Channel(ours, [Ready, Started, Exited])
+for rank in range(300):
+    launcher.send(Fork(rank, {{"NAME": "x" * 300}}, {{}}))
+launcher.send(Finish())
+told = []
+try:
+    while True:
+        told += [answer for answer, _ in launcher.receive()]
+except EOFError:
+    print([answer.rank for answer in told if isinstance(answer, Started)] == list(range(300)))
+"""
+
+
+def test_many_ranks_are_asked_for_before_an_answer_is_read() -> None:
+    done = subprocess.run([sys.executable, "-c", _MANY.format(limit=60)], capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+def test_the_process_that_forks_leaves_if_its_launcher_was_killed_before(tmp_path: Path) -> None:
+    """Though another process holds the launcher's end of the socket open."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    ours, theirs = socket.socketpair()
+    (tmp_path / "job").mkdir()
+    home = str(Path(knobs.__file__).parents[1])
+    argv = [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(gone.pid), str(tmp_path / "job"), "", home]
+    with ours, theirs:
+        done = subprocess.run(argv, pass_fds=[theirs.fileno()], timeout=LIMIT, check=False)
+    assert done.returncode == 0
+    assert not (tmp_path / "job").exists()

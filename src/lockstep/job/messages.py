@@ -33,6 +33,8 @@ class Channel(Generic[Received]):
         self._kinds = {kind.__name__: kind for kind in kinds}
         self._bytes = bytearray()
         self._fds: deque[int] = deque()
+        #: What was posted and found no room yet.
+        self._unsent = bytearray()
 
     def fileno(self) -> int:
         """Return the descriptor to wait on."""
@@ -40,10 +42,25 @@ class Channel(Generic[Received]):
 
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
         """Send one dataclass; the descriptors stay open here. Raises OSError if the other end is gone."""
-        fields = {"is": type(message).__name__, **vars(message), **({"fds": len(fds)} if fds else {})}
         for start in range(0, len(fds), _DESCRIPTORS_PER_MESSAGE):
             socket.send_fds(self._socket, [b" "], fds[start : start + _DESCRIPTORS_PER_MESSAGE])
-        self._socket.sendall(json.dumps(fields).encode() + b"\n")
+        self._socket.sendall(_line(message, {"fds": len(fds)} if fds else {}))
+
+    def post(self, message: object) -> None:
+        """Send one dataclass without waiting: what finds no room is left for :meth:`push`, and so is what is posted
+        later. Where one end posts, the other may send much and read nothing meanwhile. Raises OSError as :meth:`send`,
+        which must not be mixed with this."""
+        self._unsent += _line(message, {})
+        self.push()
+
+    def push(self) -> bool:
+        """Send what was posted, as far as there is room, and return whether all has gone."""
+        while self._unsent:
+            try:
+                del self._unsent[: self._socket.send(self._unsent, socket.MSG_DONTWAIT)]
+            except BlockingIOError:
+                return False
+        return True
 
     def receive(self) -> list[tuple[Received, list[int]]]:
         """Wait for bytes, and return the messages that are now complete with their descriptors.
@@ -74,3 +91,7 @@ class Channel(Generic[Received]):
         self._socket.close()
         while self._fds:
             os.close(self._fds.popleft())
+
+
+def _line(message: object, more: dict[str, int]) -> bytes:
+    return json.dumps({"is": type(message).__name__, **vars(message), **more}).encode() + b"\n"

@@ -129,12 +129,12 @@ _TRAINING = (
 #: not search that folder itself, so that a random.py of the user's can't stand in for Python's.
 _BOOT = """\
 import sys
-control, folder, modules, home = sys.argv[1:]
+control, launcher, folder, modules, home = sys.argv[1:]
 sys.path[: sys.path[:1] == [""]] = [home]
 import lockstep
 del sys.path[0]
 from lockstep.launch.zygote import main
-main(int(control), folder, [name for name in modules.split(",") if name])
+main(int(control), int(launcher), folder, [name for name in modules.split(",") if name])
 """
 
 
@@ -187,6 +187,7 @@ class ZygoteHandle:
             "-c",
             _BOOT,
             str(theirs.fileno()),
+            str(os.getpid()),
             folder,
             ",".join(preload),
             home,

@@ -56,11 +56,12 @@ _ROOM, _PAUSE = 1.0, 0.02
 _LAST_WORD = 1.0
 
 
-def main(control: int, folder: str, modules: list[str]) -> None:
+def main(control: int, launcher: int, folder: str, modules: list[str]) -> None:
     """Serve until told to finish. In a forked rank: run its job, and leave as Python does.
 
     Args:
         control: the inherited descriptor of the control socket.
+        launcher: the launcher's process id. (This process's parent may be another by now.)
         folder: the job's private folder, removed here if the launcher is gone.
         modules: what to import before forking.
     """
@@ -73,6 +74,12 @@ def main(control: int, folder: str, modules: list[str]) -> None:
     signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, SAVE))
     processes.become_subreaper()
+    # A process that the launcher forked meanwhile may hold its end of the socket open; this can't be held.
+    try:
+        end = os.pidfd_open(launcher)
+    except ProcessLookupError:  # it was killed as this process was started
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
     channel: Channel[Request] = Channel(socket.socket(fileno=control), Request.__args__)
     try:
         preload.load(modules)
@@ -80,7 +87,7 @@ def main(control: int, folder: str, modules: list[str]) -> None:
         with contextlib.suppress(OSError):
             channel.send(Broken(traceback.format_exc()))
         os._exit(1)
-    task = _Zygote(channel, folder, shielded).serve()
+    task = _Zygote(channel, folder, shielded, launcher=end).serve()
     if task is None:
         os._exit(0)  # nothing here needs torch's teardown, which takes a third of a second
     if knobs.preload() is None:
@@ -89,7 +96,19 @@ def main(control: int, folder: str, modules: list[str]) -> None:
 
 
 class _Zygote:
-    def __init__(self, channel: Channel[Request], folder: str, shielded: frozenset[signal.Signals]) -> None:
+    """Forks ranks, and tells of their ends.
+
+    Args:
+        channel: to the launcher.
+        folder: the job's.
+        shielded: signals that ranks ignore.
+        launcher: a pidfd of the launcher.
+    """
+
+    def __init__(
+        self, channel: Channel[Request], folder: str, shielded: frozenset[signal.Signals], *, launcher: int
+    ) -> None:
+        # Answers are posted: the launcher may be sending requests for hundreds of ranks, and reads nothing meanwhile.
         self._channel = channel
         self._folder = folder
         #: Holds the folder: Note [Abandoned folders] in folders.py. None: the launcher is gone, as the channel tells.
@@ -106,8 +125,7 @@ class _Zygote:
         self._is_broken = False
         self._requests: deque[tuple[Request, list[int]]] = deque()
         self._deaths = SignalQueue([signal.SIGCHLD])
-        # A process that the launcher forked meanwhile may hold its end of the socket open; this can't be held.
-        self._launcher = os.pidfd_open(os.getppid())
+        self._launcher = launcher
         self._selector = selectors.DefaultSelector()
         for source in (self._channel, self._deaths, self._launcher):
             self._selector.register(source, selectors.EVENT_READ)
@@ -115,9 +133,9 @@ class _Zygote:
     def serve(self) -> rank.Task | None:
         """Work until told to finish or no rank can be forked (None), or until this process is a rank (its task)."""
         try:
-            self._channel.send(Ready())
+            self._channel.post(Ready())
             while True:
-                ready = [key.fileobj for key, _ in self._selector.select()]
+                ready = self._wait()
                 if self._deaths in ready:
                     self._deaths.read()
                     self._report_deaths()
@@ -127,18 +145,38 @@ class _Zygote:
                     request, fds = self._requests.popleft()
                     if isinstance(request, Finish):
                         self._sweep()
+                        self._say_all()
                         return None
                     task = self._handle(request, fds)
                     if task is not None:
                         return task
                 if self._is_broken and CLIENT not in self._ranks.values():  # the other machines have been told
                     self._sweep()
+                    self._say_all()
                     return None
                 if self._launcher in ready and self._channel not in ready:
                     raise EOFError
         except (EOFError, BrokenPipeError, ConnectionResetError):
             self._end_abandoned_job()
             return None
+
+    def _wait(self) -> set[object]:
+        """Send answers that have found no room, until there is something to read; return what can be read."""
+        while True:
+            wanted = selectors.EVENT_READ | (0 if self._channel.push() else selectors.EVENT_WRITE)
+            if self._selector.get_key(self._channel).events != wanted:
+                self._selector.modify(self._channel, wanted)
+            ready = {key.fileobj for key, events in self._selector.select() if events & selectors.EVENT_READ}
+            if ready:
+                return ready
+
+    def _say_all(self) -> None:
+        """Send the last answers. Requests that come meanwhile come too late."""
+        while not self._channel.push():
+            if self._channel in self._wait():
+                for _, fds in self._channel.receive():
+                    for fd in fds:
+                        os.close(fd)
 
     def _handle(self, request: Request, fds: list[int]) -> rank.Task | None:
         match request:
@@ -153,7 +191,7 @@ class _Zygote:
             case Clear(spare):
                 dead = self._sweep(spare)
                 self._ranks = {pid: self._ranks[pid] for pid in set(spare) - dead if pid in self._ranks}
-                self._channel.send(Cleared())
+                self._channel.post(Cleared())
             case Signal(ranks, signum):
                 pids = {number: pid for pid, number in self._ranks.items()}
                 for pid in (pids[number] for number in ranks if number in pids):  # (others have ended meanwhile)
@@ -172,7 +210,7 @@ class _Zygote:
         try:
             pid = self._make_process()
         except OSError as error:
-            self._channel.send(Broken(f"no process could be forked for {_ROOM:g} s: {processes.no_process(error)}"))
+            self._channel.post(Broken(f"no process could be forked for {_ROOM:g} s: {processes.no_process(error)}"))
             self._give_up()
             return None
         if pid == 0:
@@ -181,7 +219,7 @@ class _Zygote:
             return rank.Task(request.rank, request.env, request.job, fds, self._shielded, request.cpus)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPPING, SAVE))
         self._ranks[pid] = request.rank
-        self._channel.send(Started(request.rank, pid))
+        self._channel.post(Started(request.rank, pid))
         return None
 
     def _give_up(self) -> None:
@@ -221,7 +259,7 @@ class _Zygote:
 
     def _report_deaths(self) -> None:
         for exited in self._reap():
-            self._channel.send(exited)
+            self._channel.post(exited)
 
     def _reap(self) -> list[Exited]:
         """Collect the children that have ended, and return those that were ranks; others were somebody's orphans."""

@@ -48,6 +48,16 @@ def test_a_guard_that_is_late_passes_on_what_was_said_in_order() -> None:
         os.close(fd)
 
 
+def test_a_message_is_passed_on_though_a_rank_writes_without_end() -> None:
+    said, output = os.pipe(), os.open("/dev/zero", os.O_RDONLY)
+    guard = _guard(said[0], output)
+    os.write(said[1], b"rank 0 failed\n")
+    guard._read({said[0]})
+    assert guard._outgoing.endswith(frame(FrameKind.SAID, b"rank 0 failed"))
+    for fd in (output, *said):
+        os.close(fd)
+
+
 def test_a_message_that_comes_in_parts_is_passed_on_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     output, said = os.pipe(), os.pipe()
     guard = _guard(said[0], output[0])

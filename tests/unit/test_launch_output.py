@@ -122,6 +122,14 @@ def test_nothing_of_a_huge_line_is_lost(stage: Stage) -> None:
     assert shown == b"[1] " + data
 
 
+def test_who_writes_without_end_does_not_keep_the_next_start_waiting(stage: Stage) -> None:
+    endless = os.open("/dev/zero", os.O_RDONLY)
+    stage.relay.add(endless, rank=3, sink=stage.sink, log=None)
+    os.write(stage.writers[0], b"last words\n")
+    stage.relay.finish_sources()
+    assert stage.logs[0].read_bytes() == b"last words\n"
+
+
 def test_the_last_line_may_lack_its_end(stage: Stage) -> None:
     stage.write(1, b"a\nb")
     stage.end(1)

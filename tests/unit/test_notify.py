@@ -66,7 +66,7 @@ def test_a_command_that_fails_is_told_with_its_last_words() -> None:
     silent = Notifier("kill -9 $$")
     silent.tell(Notice.RESTART, "again")
     assert silent.finish() == [
-        "the command of --notify was killed by signal 9; the event was: a rank has failed, and all ranks start again"
+        "the command of --notify was killed by signal 9; the event was: the ranks start again"
     ]
 
 

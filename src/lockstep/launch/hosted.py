@@ -33,6 +33,8 @@ _PATIENCE = 20.0
 _DRAIN, _READER = 5.0, 600.0
 #: Bytes that may wait for a slow connection before the ranks have to wait as well.
 _FULL = 1 << 20
+#: The most bytes that a pipe holds, unless root has raised it (/proc/sys/fs/pipe-max-size).
+_HELD = 1 << 20
 _CHUNK = 65536
 
 
@@ -192,8 +194,10 @@ class _Guard:
         said = any(self._readers.get(fd) is FrameKind.SAID for fd in ready)
         for fd, kind in list(self._readers.items()):
             if said or fd in ready:
-                while self._take(fd, kind) and said:
-                    pass
+                taken = count = self._take(fd, kind)
+                while count and said and taken < _HELD:  # (who writes on without end comes after the message)
+                    count = self._take(fd, kind)
+                    taken += count
                 if kind is FrameKind.SAID and not self._has_met and console.MET in self._messages:
                     self._has_met = True
                     self._pass_on_messages(self._messages.index(console.MET) + 1)
@@ -204,24 +208,24 @@ class _Guard:
             self._outgoing += frame(FrameKind.SAID, line)
         del self._messages[:count]
 
-    def _take(self, fd: int, kind: FrameKind) -> bool:
-        """Read once, and return whether there was anything."""
+    def _take(self, fd: int, kind: FrameKind) -> int:
+        """Read once, and return how many bytes there were."""
         try:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:
-            return False
+            return 0
         except OSError:
             data = b""  # a pseudo-terminal reports its end as an error
         if not data:
             os.close(fd)
             del self._readers[fd]
-            return False
+            return 0
         if self._connected and kind is FrameKind.SAID:
             *lines, self._begun = (self._begun + data).split(b"\n")
             self._messages += lines
         elif self._connected:
             self._outgoing += frame(kind, data)
-        return True
+        return len(data)
 
     def _keep_in_touch(self, now: float) -> None:
         if self._connected:

@@ -38,7 +38,7 @@ class Notice(CodedEnum):
 
     HANG = "ranks hold up the others", "hang"
     MOVED_ON = "they have moved on", "moved-on"
-    RESTART = "a rank has failed, and all ranks start again", "restart"
+    RESTART = "the ranks start again", "restart"
     FAILED = "the job has failed", "failed"
     ENDED = "the job has ended in another way", "ended"
 

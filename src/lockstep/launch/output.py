@@ -162,6 +162,8 @@ _CHUNK = 65536
 _WRITE = 4096
 #: Bytes waiting for a slow terminal before the ranks have to wait as well.
 _FULL = 1 << 20
+#: The most bytes that a pipe holds, unless root has raised it (/proc/sys/fs/pipe-max-size).
+_HELD = 1 << 20
 
 
 @dataclass(eq=False)
@@ -222,8 +224,8 @@ class OutputSource:
     held: bytearray = field(default_factory=bytearray)
     since: float = 0.0
 
-    def read(self, now: float) -> bool:
-        """Take the bytes that have come; False at the end."""
+    def read(self, now: float) -> int:
+        """Take the bytes that have come, and return how many; 0: this is the end."""
         try:
             data = os.read(self.fd, _CHUNK)
         except OSError:
@@ -232,7 +234,7 @@ class OutputSource:
         if not self.held:
             self.since = now
         self.held += data
-        return bool(data)
+        return len(data)
 
     def settle(self, now: float) -> None:
         """Hand over the output that may be shown: whole lines if no other rank's line is open; anything that has waited
@@ -306,10 +308,11 @@ class Relay:
 
     def finish_sources(self) -> None:
         """Take the output that is left in the pipes of processes that have all ended, before others write to new
-        ones."""
+        ones: at most what a pipe holds, since a process that has outlived them may write on without end."""
         for fd in list(self._sources):
-            while fd in self._sources and _readable(fd):  # at the end it is readable, too
-                self._take(fd, time.monotonic())
+            taken = 0
+            while fd in self._sources and taken < _HELD and _readable(fd):  # at the end it is readable, too
+                taken += self._take(fd, time.monotonic())
         self._watch()
 
     @property
@@ -326,15 +329,16 @@ class Relay:
         self._watched.clear()
         self._sources.clear()
 
-    def _take(self, fd: int, now: float) -> None:
-        """Read once from a source; at its end close it."""
+    def _take(self, fd: int, now: float) -> int:
+        """Read once from a source, and return how many bytes; at its end close it."""
         source = self._sources[fd]
-        if source.read(now):
-            return
+        if count := source.read(now):
+            return count
         if self._watched.pop(fd, None) is not None:
             self._selector.unregister(fd)
         del self._sources[fd]
         source.close()
+        return 0
 
     def _watch(self) -> None:
         """Wait for room where output waits, and for output where there is room."""

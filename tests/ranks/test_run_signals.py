@@ -109,7 +109,9 @@ def test_a_signal_is_passed_on_though_nobody_reads_the_launchers_messages(tmp_pa
     argv = [sys.executable, "-m", "lockstep", "run", "-n", "1", "train.py"]
     with (
         open(reading, "rb") as shown,
-        subprocess.Popen(argv, cwd=tmp_path, env=environment(tmp_path), stdin=subprocess.DEVNULL, stderr=writing) as job,
+        subprocess.Popen(
+            argv, cwd=tmp_path, env=environment(tmp_path), stdin=subprocess.DEVNULL, stderr=writing
+        ) as job,
         _killed_if_left(job),
     ):
         os.close(writing)
@@ -121,8 +123,14 @@ def test_a_signal_is_passed_on_though_nobody_reads_the_launchers_messages(tmp_pa
             said = shown.read().decode()
             assert said.index("SIGUSR1: no rank can save now") < said.index("lockstep: stopped by SIGTERM")
         else:
-            wait_for(lambda: job.terminate() or job.poll() is not None, "the end", limit=60.0)
+            wait_for(lambda: _has_ended_by_now(job), "the end", limit=60.0)
         assert job.wait(LIMIT) == 128 + signal.SIGTERM
+
+
+def _has_ended_by_now(job: subprocess.Popen[bytes]) -> bool:
+    """Ask for an end once more."""
+    job.terminate()
+    return job.poll() is not None
 
 
 @contextmanager

@@ -22,7 +22,18 @@ from lockstep.job.files import EXIT_SAVED
 from lockstep.launch.ports import free_port
 from tests.faults import jobs
 from tests.harness import collect_outcomes
-from tests.launching import LIMIT, Finished, Running, environment, gone_within, own_mount, python_path, run, start, wait_for
+from tests.launching import (
+    LIMIT,
+    Finished,
+    Running,
+    environment,
+    gone_within,
+    own_mount,
+    python_path,
+    run,
+    start,
+    wait_for,
+)
 
 #: Options of a training that comes to no second step, and times by which its ranks do not save from the side either.
 _STUCK, _NOT_ASIDE = ("--slow", "1000"), "aside=1000"

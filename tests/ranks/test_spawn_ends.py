@@ -1,4 +1,4 @@
-"""How functions on ranks end where a signal, the process that forks or a full disk decides it, and what is said of it."""
+"""How functions on ranks end by a signal, with the process that forks, or on a full disk, and what is said of it."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def test_a_signal_while_the_process_that_forks_imports_is_what_ends_the_ranks(tm
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "slow_import.py").write_text("open('importing', 'w').close()\nopen('fifo').read()\n")
     (tmp_path / "train.py").write_text(_IMPORTS)
-    env = {"LOCKSTEP_PRELOAD": "slow_import", "PYTHONPATH": python_path(tmp_path)}
-    with start(["train"], tmp_path, **env) as job:
+    path = python_path(tmp_path)
+    with start(["train"], tmp_path, LOCKSTEP_PRELOAD="slow_import", PYTHONPATH=path) as job:
         wait_for((tmp_path / "importing").exists, "the import")
         os.kill(job.pid, signal.SIGTERM)
         done = job.finish()

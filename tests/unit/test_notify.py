@@ -65,9 +65,7 @@ def test_a_command_that_fails_is_told_with_its_last_words() -> None:
     ]
     silent = Notifier("kill -9 $$")
     silent.tell(Notice.RESTART, "again")
-    assert silent.finish() == [
-        "the command of --notify was killed by signal 9; the event was: the ranks start again"
-    ]
+    assert silent.finish() == ["the command of --notify was killed by signal 9; the event was: the ranks start again"]
 
 
 def test_a_command_that_takes_too_long_is_killed_with_all_that_it_has_started(

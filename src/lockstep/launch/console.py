@@ -11,6 +11,7 @@ it waits for the reader only when nothing else is left to do (:func:`flush`).
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import io
 import json
@@ -126,10 +127,8 @@ def show(text: str) -> None:
         print(text, file=stream, flush=True)  # a notebook's, or the program's own
         return
     if not _shown.waiting and _shown.has_room(0.0):
-        try:
+        with contextlib.suppress(OSError):  # the message meets the same
             stream.flush()  # what the program has begun
-        except OSError:
-            pass  # the message meets the same
     _shown.add(f"{text}\n".encode(stream.encoding, errors="backslashreplace"))
 
 

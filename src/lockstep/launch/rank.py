@@ -360,10 +360,9 @@ def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool, by_value: bool
 def _run(program: Callable[[], None], rank: int, *, silent: bool, shared: bool = False, held: bool = False) -> None:
     """Run ``program``. On an exception: leave a record, print it as Python would, and exit as Python would.
 
-    ``silent``: print nothing, because the reader of the record raises it as an exception; without a record it is printed
-    all the same. ``shared``: all ranks print
-    to the same place, where one error of lockstep's that all have is shown once. ``held``: an error is first looked at
-    in a debugger.
+    ``silent``: print nothing, because the reader of the record raises it as an exception, unless there is no record.
+    ``shared``: all ranks print to the same place, where one error of lockstep's that all have is shown once. ``held``:
+    an error is first looked at in a debugger.
     """
     this_process = os.getpid()
     try:

@@ -166,7 +166,9 @@ class _Zygote:
             wanted = selectors.EVENT_READ | (0 if self._channel.push() else selectors.EVENT_WRITE)
             if self._selector.get_key(self._channel).events != wanted:
                 self._selector.modify(self._channel, wanted)
-            ready = {key.fileobj for key, events in self._selector.select() if events & selectors.EVENT_READ}
+            ready: set[object] = {
+                key.fileobj for key, events in self._selector.select() if events & selectors.EVENT_READ
+            }
             if ready:
                 return ready
 

@@ -18,6 +18,7 @@ import json
 import os
 import select
 import sys
+import threading
 import time
 from typing import Protocol
 
@@ -47,24 +48,31 @@ class _Outlet:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew in a forked process: what waits is another's to show."""
         self.waiting = bytearray()
+        self._lock = threading.Lock()  # a program may call functions on ranks from several threads
 
     def add(self, data: bytes) -> None:
         """Write, or keep for later, a whole message, unless too much waits already."""
-        if len(self.waiting) < _FULL:
-            self.waiting += data
+        with self._lock:
+            if len(self.waiting) < _FULL:
+                self.waiting += data
         self.push()
 
     def push(self) -> None:
         """Write as much as is possible without waiting."""
-        while self.waiting and self.has_room(0.0):
-            try:
-                del self.waiting[: os.write(self.fd, self.waiting[:_WRITE])]
-            except BlockingIOError:
-                return  # another program has made it one that does not block, and there is room for less than that
-            except OSError as error:
-                if error.errno != errno.EIO or not terminal.let_go():
-                    self._lead_to_nowhere()
+        with self._lock:
+            while self.waiting and self.has_room(0.0):
+                try:
+                    del self.waiting[: os.write(self.fd, self.waiting[:_WRITE])]
+                except BlockingIOError:
+                    return  # another program has made it one that does not block, and there is room for less than that
+                except OSError as error:
+                    if error.errno != errno.EIO or not terminal.let_go():
+                        self._lead_to_nowhere()
 
     def has_room(self, seconds: float) -> bool:
         """Return whether there is room within some seconds."""
@@ -161,9 +169,14 @@ def flush(seconds: float = _READER) -> None:
 
 
 def drop() -> None:
-    """Let go of the messages that wait, since nobody takes them, or since they are another process's to show."""
+    """Let go of the messages that wait, since nobody takes them."""
     for outlet in _outlets():
         outlet.waiting.clear()
+
+
+def _begin_anew() -> None:
+    for outlet in _outlets():
+        outlet.reset()
 
 
 def _outlets() -> list[_Outlet]:
@@ -171,4 +184,4 @@ def _outlets() -> list[_Outlet]:
 
 
 atexit.register(flush)
-os.register_at_fork(after_in_child=drop)
+os.register_at_fork(after_in_child=_begin_anew)

@@ -227,7 +227,7 @@ class _Run:
         self._lost_clients = 0
         #: The monotonic time by which a client that was told to leave must have left; None: none was told.
         self._patience: float | None = None
-        self._told_of_waiting = False
+        self._told_of_waiting = self._is_hurried = False
         self._has_told_of_quit = False
         #: The monotonic time at which the last turn of the loop began to act.
         self._turned = time.monotonic()
@@ -824,13 +824,15 @@ class _Run:
             say(report.outside_a_step(outside, policy.stopped_by, left=left))
 
     def _drain(self) -> None:
-        """Show what is still in the pipes when every process has ended, for as long as the reader needs."""
-        deadline = time.monotonic() + _DRAIN
+        """Show what is still in the pipes when every process has ended, for as long as the reader needs, or the user
+        has patience."""
+        deadline = time.monotonic() + (0.0 if self._is_hurried else _DRAIN)
         self._relay.pump(set(), time.monotonic())
         while (self._relay.open or console.waits()) and time.monotonic() < deadline:
             ready = {key.fileobj for key, _ in self._launcher.selector.select(0.1)}
             if self._signals in ready and any(a.signum != signal.SIGWINCH for a in self._signals.read()):
-                return  # no reader takes the output, and the user wants an end
+                self._is_hurried = True  # no reader takes the output, and the user wants an end
+                return
             self._relay.pump({fd for fd in ready if isinstance(fd, int)}, time.monotonic())
             console.push()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import stat
 
 from lockstep.launch.console import show
@@ -60,8 +61,11 @@ class RunScreen:
         """Show the terminal's cursor, which a rank that a signal ends in the middle of a progress bar leaves hidden."""
         for fd in (2, 1):
             if os.isatty(fd):
-                with contextlib.suppress(OSError):
-                    os.write(fd, b"\x1b[?25h\n")
+                poll = select.poll()
+                poll.register(fd, select.POLLOUT)
+                if poll.poll(0):  # else it was stopped: see Note [Nobody reads] in console.py
+                    with contextlib.suppress(OSError):
+                        os.write(fd, b"\x1b[?25h\n")
                 sink = self._relay.sink(fd if fd == 1 else error_sink())
                 if sink is not None:
                     sink.owner = None

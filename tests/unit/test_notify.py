@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from lockstep import knobs
 from lockstep.launch.notify import Notice, Notifier
 from lockstep.launch.spec import JobSpec, Program
-from tests.launching import wait_for
+from tests.launching import killed_afterwards, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +68,30 @@ def test_a_command_that_fails_is_told_with_its_last_words() -> None:
     silent = Notifier("kill -9 $$")
     silent.tell(Notice.RESTART, "again")
     assert silent.finish() == ["the command of --notify was killed by signal 9; the event was: the ranks start again"]
+
+
+#: Runs a command as root that takes too long, and becomes another user, who can't kill it.
+_FOREIGN = """
+import json, os, resource, socket, subprocess  # (which the other user can't import)
+from lockstep.launch.notify import Notice, Notifier
+notifier = Notifier("exec sleep 1000 < /dev/null")
+notifier.tell(Notice.ENDED, "done")
+print(notifier._running._process.pid, flush=True)
+os.setuid(65534)
+print(notifier.finish(), flush=True)
+os._exit(0)  # a warning that it still runs is of no use here
+"""
+
+
+def test_a_command_that_belongs_to_another_user_and_takes_too_long_is_left_to_itself() -> None:
+    if os.getuid():
+        pytest.skip("only root can become another user")
+    env = os.environ | {knobs.TIMES: "notify=1"}
+    with subprocess.Popen([sys.executable, "-c", _FOREIGN], env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        with killed_afterwards([int(process.stdout.readline())]):
+            said = process.stdout.readline()
+    assert "did not end within 1 s, and belongs to another user: it was left to itself; the event was" in said
 
 
 def test_a_command_that_takes_too_long_is_killed_with_all_that_it_has_started(

@@ -133,10 +133,13 @@ class _Running:
         if code is None and now < self._until:
             return None
         if code is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
             what = f"did not end within {self._limit:g} s, and was killed"
+            try:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+            except PermissionError:  # it has become a program that sets its user, as sudo
+                what = f"did not end within {self._limit:g} s, and belongs to another user: it was left to itself"
         elif code == 0:
             self._output.close()
             return ""

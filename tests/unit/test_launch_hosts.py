@@ -169,6 +169,22 @@ def test_a_signal_ends_the_wait_for_a_reader_that_takes_nothing() -> None:
         os.close(fd)
 
 
+def test_a_job_is_not_done_if_a_host_had_to_be_told_to_end() -> None:
+    told: list[bytes] = []
+    done = SimpleNamespace(host=Host("a"), open=False, code=0, met=True)
+    goes_on = SimpleNamespace(host=Host("b"), open=True, code=None, met=True, send=told.append)
+    job = _Job.__new__(_Job)  # its processes are not needed here
+    job._connections, job._sinks, job._later, job._unfinished = [done, goes_on], {}, [], {}  # type: ignore[list-item]
+    job._codes, job._pressed_codes, job._stopped_by, job._ended = [], [], None, set()
+    job._grace, job._press_at, job._pressed = 7.0, float("inf"), 0
+    job._note_ends(100.0)
+    job._press(job._press_at)
+    assert told == [b"SIGTERM\n"]
+    goes_on.open, goes_on.code = False, 143
+    job._note_ends(110.0)
+    assert job.conclude() == 143
+
+
 def test_a_host_that_writes_its_trace_and_tells_of_its_end_is_not_ended_before_it_can_be_done() -> None:
     """All of this has limits of its own, and one after the other they take longest."""
     job = _Job.__new__(_Job)  # its processes are not needed here

@@ -163,22 +163,29 @@ class _Zygote:
     def _wait(self) -> set[object]:
         """Send answers that have found no room, until there is something to read; return what can be read."""
         while True:
-            wanted = selectors.EVENT_READ | (0 if self._channel.push() else selectors.EVENT_WRITE)
-            if self._selector.get_key(self._channel).events != wanted:
-                self._selector.modify(self._channel, wanted)
-            ready: set[object] = {
-                key.fileobj for key, events in self._selector.select() if events & selectors.EVENT_READ
-            }
+            ready = self._select(is_behind=not self._channel.push())
             if ready:
                 return ready
 
     def _say_all(self) -> None:
         """Send the last answers. Requests that come meanwhile come too late."""
         while not self._channel.push():
-            if self._channel in self._wait():
+            ready = self._select(is_behind=True)
+            if self._deaths in ready:
+                self._deaths.read()
+            if self._channel in ready:
                 for _, fds in self._channel.receive():
                     for fd in fds:
                         os.close(fd)
+            elif self._launcher in ready:
+                raise EOFError
+
+    def _select(self, *, is_behind: bool) -> set[object]:
+        """Wait once, also for room if answers wait for it, and return what can be read."""
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_behind else 0)
+        if self._selector.get_key(self._channel).events != wanted:
+            self._selector.modify(self._channel, wanted)
+        return {key.fileobj for key, events in self._selector.select() if events & selectors.EVENT_READ}
 
     def _handle(self, request: Request, fds: list[int]) -> rank.Task | None:
         match request:

@@ -11,9 +11,6 @@ from pathlib import Path
 from lockstep import _proc, knobs
 
 _CPUS = Path("/proc/cpuinfo")
-_CGROUP_V2_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-_CGROUP_V1_QUOTA = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-_CGROUP_V1_PERIOD = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
 
 
 def cores() -> int:
@@ -87,14 +84,16 @@ def _of_amd(env: Mapping[str, str], root: Path) -> int:
 def _listed(visible: str, count: int) -> list[str]:
     """Return the devices in a list of visible ones: numbers below ``count``, and names.
 
-    Drivers stop reading at the first that is empty, negative or not there: of "0,-1,1" they show one.
+    Drivers stop reading at the first that is empty, negative, another word or not there: of "0,-1,1" they show one, and
+    of "none" nothing. Nor do they show anything of a list that names a device twice.
     """
     found: list[str] = []
     for entry in map(str.strip, visible.split(",")):
-        if not entry or entry.startswith("-") or (entry.isdecimal() and int(entry) >= count):
+        is_number = entry.isdecimal() and int(entry) < count
+        if not is_number and not entry.startswith(("GPU-", "MIG-")):
             break
         found.append(entry)
-    return found
+    return found if len(set(found)) == len(found) else []
 
 
 def processor() -> str:
@@ -103,18 +102,30 @@ def processor() -> str:
     return found[1] if found else os.uname().machine
 
 
-def cpu_quota() -> float | None:
-    """Return the CPU quota of this process's cgroup in cores, or None if there is none."""
-    try:
-        quota, period = _CGROUP_V2_QUOTA.read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota, period = _CGROUP_V1_QUOTA.read_text(), _CGROUP_V1_PERIOD.read_text()
-        except OSError:
-            return None
-    if quota.strip() == "max" or float(quota) <= 0:
-        return None
-    return float(quota) / float(period)
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Return the CPU quota in cores of this process's cgroup, the least of its own and of those above; None: there is
+    none.
+
+    In a container the path of the group may be one of the host's, and what is mounted is the container's own group.
+
+    Args:
+        root: the folder with ``/proc`` and ``/sys``.
+    """
+    found: list[float] = []
+    for line in _proc.text(root / "proc/self/cgroup").splitlines() or ["0::/"]:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount, inside = root / "sys/fs/cgroup" / ("cpu" if controllers else ""), Path(path.lstrip("/"))
+        for group in dict.fromkeys((inside, *inside.parents, Path())):
+            folder = mount / group
+            if controllers:
+                said = [_proc.text(folder / "cpu.cfs_quota_us"), _proc.text(folder / "cpu.cfs_period_us")]
+            else:
+                said = _proc.text(folder / "cpu.max").split()
+            if len(said) == 2 and said[0].strip() and said[0] != "max" and float(said[0]) > 0:
+                found.append(float(said[0]) / float(said[1]))
+    return min(found, default=None)
 
 
 def shared_memory() -> tuple[int, int] | None:

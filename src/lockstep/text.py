@@ -111,7 +111,7 @@ def parse_bandwidth(given: str) -> float:
 
 def parse_amount(given: str) -> float | None:
     """Return the number that ``989T``, ``1.5P``, ``312e12`` or ``2.2 PFLOP/s`` says; None: it says none above 0."""
-    found = re.fullmatch(r"(\d[\d.]*(?:e\d+)?) *([kmgtpe]?)(?:flops?(?:/s)?)?", given.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"(\d[\d.]*(?:e[+-]?\d+)?) *([kmgtpe]?)(?:flops?(?:/s)?)?", given.strip(), re.IGNORECASE)
     value = _number(found[1]) if found else None
     if found is None or not value:
         return None

@@ -94,6 +94,10 @@ def test_show_tells_a_checkpoints_place_files_and_tensors(run: Path) -> None:
         assert "half" in said
         assert "bfloat16" in said
         assert "optimizer.safetensors" in said
+    _save(run.parent / "run[lr=0.1]", 1, model={"body[a].weight": torch.ones(3)})
+    said = _run("show", run.parent / "run[lr=0.1]").output
+    assert "run[lr=0.1]/step-00000001" in said
+    assert "body[a].weight" in said
     _flip(run / "step-00000003" / MANIFEST)
     failed = _run("show", run)
     assert failed.exit_code == 2

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lockstep import DataParallel
+from lockstep import DataParallel, accelerator
 from lockstep.data_parallel import threads
+from lockstep.data_parallel.rng import Draws
 from lockstep.data_parallel.threads import Location, Modes, run_replicas
 from tests.launching import LIMIT
 
@@ -444,3 +445,16 @@ def test_several_threads_may_call_one_wrapper() -> None:
             caller.join()
     for index, x in enumerate(inputs):
         torch.testing.assert_close(outputs[index], net(x))
+
+
+def test_a_replica_on_a_gpu_draws_other_numbers_on_the_cpu_in_each_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a model that never draws on the GPU, whose generator stands still."""
+    monkeypatch.setattr(accelerator, "rng_state", lambda _: torch.zeros(16, dtype=torch.uint8))
+    first, draws = torch.device("cpu"), Draws()
+    seeds = []
+    for _ in range(3):
+        turn = draws.begin((True,), first)
+        seeds.append(turn.seed(1))
+        torch.rand(())
+        draws.end(turn)
+    assert len(set(seeds)) == 3

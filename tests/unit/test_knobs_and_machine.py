@@ -69,6 +69,10 @@ def test_how_ranks_are_bound_has_a_default_and_can_be_set() -> None:
         ("MIG-0f5e,MIG-77aa", 1),
         ("MIG-GPU-8932f937/1/0,MIG-GPU-5d2c/2/0", 1),
         ("GPU-8932f937,MIG-77aa", 1),
+        ("none", 0),
+        ("NoDevFiles", 0),
+        ("1,none", 1),
+        ("0,0", 0),
     ],
 )
 def test_gpus_are_those_that_cuda_would_show(visible: str | None, expected: int, tmp_path: Path) -> None:
@@ -130,3 +134,31 @@ def test_weights_of_all_ranks_sum_to_the_world_size() -> None:
     assert sum(weights) == pytest.approx(3)
     assert BatchShare(2, 6).weight(3) == 1.0
     assert BatchShare(0, 1).weight(3) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("group", "limits", "expected"),
+    [
+        ("0::/\n", {"cpu.max": "200000 100000"}, 2.0),  # a container
+        ("0::/user.slice/run-1.scope\n", {"user.slice/run-1.scope/cpu.max": "400000 100000"}, 4.0),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000"}, 1.5),
+        ("0::/a/b\n", {"a/b/cpu.max": "300000 100000", "a/cpu.max": "100000 100000"}, 1.0),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000"}, None),
+        ("0::/of/the/host\n", {"cpu.max": "100000 100000"}, 1.0),
+        ("0::/\n", {}, None),
+        ("", {"cpu.max": "200000 100000"}, 2.0),
+        (
+            "3:cpu,cpuacct:/c\n0::/\n",
+            {"cpu/c/cpu.cfs_quota_us": "250000\n", "cpu/c/cpu.cfs_period_us": "100000\n"},
+            2.5,
+        ),
+        ("3:cpu,cpuacct:/c\n", {"cpu/c/cpu.cfs_quota_us": "-1\n", "cpu/c/cpu.cfs_period_us": "100000\n"}, None),
+    ],
+)
+def test_the_quota_is_that_of_this_processs_group_and_those_above(
+    group: str, limits: dict[str, str], expected: float | None, tmp_path: Path
+) -> None:
+    _files(tmp_path, "proc/self/cgroup", text=group)
+    for name, text in limits.items():
+        _files(tmp_path, f"sys/fs/cgroup/{name}", text=text)
+    assert machine.cpu_quota(tmp_path) == expected

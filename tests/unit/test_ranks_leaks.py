@@ -82,3 +82,15 @@ def test_this_process_and_what_it_has_started_are_below_it() -> None:
         child.kill()
     assert leaks.is_below_this_process(os.getpid())
     assert not leaks.is_below_this_process(os.getppid())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_another_users_file_is_not_ours() -> None:
+    before = leaks.files()
+    memory = shared_memory.SharedMemory(create=True, size=16)
+    memory.close()
+    os.chown(f"/dev/shm/{memory.name}", 65534, 65534)
+    try:
+        assert memory.name not in leaks.left_since(before, is_ours=lambda _: True, patience=0.05)
+    finally:
+        memory.unlink()

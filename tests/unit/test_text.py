@@ -21,6 +21,7 @@ from lockstep.text import (
     last_lines,
     listed,
     numbered,
+    parse_amount,
     parse_time_limit,
     sentence,
     which_ranks,
@@ -205,3 +206,8 @@ def test_the_first_line_of_an_error(words: str | None, first: str) -> None:
 def test_plurals_without_an_s() -> None:
     assert counted(1, "batch", "batches") == "1 batch"
     assert counted(12_000, "batch", "batches") == "12,000 batches"
+
+
+@pytest.mark.parametrize("amount", [312e12, 1.5e16, 1e15, 1e-3, 7.0])
+def test_an_amount_that_python_writes_is_read_back(amount: float) -> None:
+    assert parse_amount(str(amount)) == amount

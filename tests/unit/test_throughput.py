@@ -266,6 +266,23 @@ def test_one_step_is_counted_and_nothing_of_it_is_left(page: Flight) -> None:
     assert _cells(page)[0] == 360
 
 
+def test_what_others_do_after_each_step_goes_on_beside_it(page: Flight) -> None:
+    """As an interrupt of a cell, which is asked for by the last step at the latest."""
+    seen: list[int] = []
+
+    def act() -> bool:
+        seen.append(flight.current.step)
+        return len(seen) > BEFORE + 2
+
+    flight.after_each_step(act)
+    model = _until_it_counts(peak=1e6)
+    for _ in range(4):
+        _step(model)
+    assert _cells(page)[0] == 360
+    assert len(seen) == BEFORE + 3
+    assert not _counts()
+
+
 def test_no_peak_is_known_of_a_cpu(page: Flight) -> None:
     _step(_until_it_counts())
     assert _cells(page) == [360, 5, 0]

@@ -56,18 +56,18 @@ def ls(folder: PurePath, as_json: bool) -> None:
             column.justify = "right"
         for summary in found:
             table.add_row(*_row(summary))
-        console = open_console(soft_wrap=True)
+        console = open_console(soft_wrap=True, markup=False)
         console.print(table)
         for summary in found:
             if summary.damage is not None:
-                console.print(f"damaged: {summary.damage}", markup=False)
+                console.print(f"damaged: {summary.damage}")
             if summary.unsound:
-                console.print(f"not sound: {summary.unsound}", markup=False)
+                console.print(f"not sound: {summary.unsound}")
         for path in inspect.leftovers(folder):
-            console.print(f"unfinished: {path.name}", markup=False)
+            console.print(f"unfinished: {path.name}")
         owner = inspect.owner(folder)
         if owner is not None:
-            console.print(f"the folder belongs to {owner}", markup=False)
+            console.print(f"the folder belongs to {owner}")
 
 
 def _about(summary: CheckpointSummary) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def show(folder: PurePath, step: int | None, as_json: bool) -> None:
             return
         from rich.table import Table
 
-        console = open_console(soft_wrap=True)
+        console = open_console(soft_wrap=True, markup=False)
         table = Table(box=None, pad_edge=False, show_header=False)
         epoch = f"{manifest.epoch}, some of it done" if manifest.in_epoch else f"{manifest.epoch}"
         table.add_row("folder", str(summary.folder))
@@ -176,19 +176,19 @@ def verify(folder: PurePath, step: int | None, as_json: bool) -> None:
         from lockstep.checkpoint import inspect
         from lockstep.checkpoint.read import find_damage
 
-        console, damaged, told = open_console(soft_wrap=True), 0, []
+        console, damaged, told = open_console(soft_wrap=True, markup=False), 0, []
         for each in inspect.find(folder, step=step):
             wrong = find_damage(each)
             damaged += bool(wrong)
             if as_json:
                 told.append({**_about(inspect.glance(each)), "complete": not wrong, "damage": wrong})
                 continue
-            console.print(f"{each.name}: {'damaged' if wrong else 'complete'}", markup=False)
+            console.print(f"{each.name}: {'damaged' if wrong else 'complete'}")
             unsound = inspect.glance(each).unsound
             if unsound:
-                console.print(f"  not sound: {unsound}", markup=False)
+                console.print(f"  not sound: {unsound}")
             for line in wrong:
-                console.print(f"  {line}", markup=False)
+                console.print(f"  {line}")
         if as_json:
             print_json("checkpoint.verify", {"folder": folder, "checkpoints": told, "damaged": damaged})
     sys.exit(1 if damaged else 0)
@@ -241,13 +241,13 @@ def prune(
         from lockstep.checkpoint import inspect
         from lockstep.checkpoint.retention import Pruned, Retention, remove
 
-        console = open_console(soft_wrap=True)
+        console = open_console(soft_wrap=True, markup=False)
         plan = inspect.plan_pruning(folder, Retention(last, every, best, mode, by))
         root = plan.newest.parent
         for line in () if as_json else plan.damaged:
-            console.print(f"damaged, kept: {line}", markup=False)
+            console.print(f"damaged, kept: {line}")
         for line in () if as_json else plan.unsound:
-            console.print(f"not sound, kept: {line}", markup=False)
+            console.print(f"not sound, kept: {line}")
         if dry_run:
             done = Pruned(tuple(root / entry.name for entry in plan.superfluous))
         else:
@@ -266,12 +266,12 @@ def prune(
             print_json("checkpoint.prune", told)
             sys.exit(1 if done.failed else 0)
         for path in done.removed:
-            console.print(f"{'would remove' if dry_run else 'removed'} {path.name}", markup=False)
+            console.print(f"{'would remove' if dry_run else 'removed'} {path.name}")
         for path in done.being_read:
-            console.print(f"left, being read: {path.name}", markup=False)
+            console.print(f"left, being read: {path.name}")
         for path, why in done.failed:
-            console.print(f"not removed: {path.name}: {why}", markup=False)
-        console.print(f"kept: {', '.join(entry.name for entry in plan.kept)}", markup=False)
+            console.print(f"not removed: {path.name}: {why}")
+        console.print(f"kept: {', '.join(entry.name for entry in plan.kept)}")
     sys.exit(1 if done.failed else 0)
 
 
@@ -299,7 +299,7 @@ def save(folder: PurePath, timeout: float, as_json: bool) -> None:
         if as_json:
             print_json("checkpoint.save", {"folder": made.parent, "name": made.name})
         else:
-            open_console(soft_wrap=True).print(str(made), markup=False)
+            open_console(soft_wrap=True, markup=False).print(str(made))
 
 
 @checkpoint.command(short_help="Go back to an earlier checkpoint.")
@@ -328,17 +328,17 @@ def rewind(folder: Path, step: int, dry_run: bool, as_json: bool) -> None:
             }
             print_json("checkpoint.rewind", told)
             return
-        console = open_console(soft_wrap=True)
+        console = open_console(soft_wrap=True, markup=False)
         for name in done.moved:
-            console.print(f"{'would set aside' if dry_run else 'set aside'} {name}", markup=False)
+            console.print(f"{'would set aside' if dry_run else 'set aside'} {name}")
         if done.aside is None:
-            console.print(f"{done.target.name} is the newest already: nothing to set aside", markup=False)
+            console.print(f"{done.target.name} is the newest already: nothing to set aside")
         elif dry_run:
-            console.print(f"they would be in {done.aside}", markup=False)
+            console.print(f"they would be in {done.aside}")
         else:
-            console.print(f"they are in {done.aside}; a run resumes from {done.target.name} now", markup=False)
+            console.print(f"they are in {done.aside}; a run resumes from {done.target.name} now")
             undo = shlex.join(["mv", *(str(done.aside / name) for name in done.moved), str(done.target.parent)])
-            console.print(f"to undo it: {undo}", markup=False)
+            console.print(f"to undo it: {undo}")
 
 
 @checkpoint.command(short_help="Export a model for other tools.")

@@ -57,8 +57,9 @@ class Turn:
         self._before = torch.get_rng_state()
         self._drew = False
         of_device = accelerator.rng_state(first)
-        state = self._before if of_device is None else of_device
-        self._root = hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
+        # Both: a model may draw on one of them alone, and where that stands decides what comes.
+        states = [self._before.numpy().tobytes(), b"" if of_device is None else of_device.numpy().tobytes()]
+        self._root = hashlib.blake2b(b"".join(states), digest_size=16).digest()
 
     def seed(self, replica: int) -> int:
         """Return the seed of a replica's stream."""

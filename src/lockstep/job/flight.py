@@ -374,16 +374,20 @@ def watch_optimizers(optimizers: Any) -> None:
 
 
 def after_each_step(act: Callable[[], bool]) -> None:
-    """Call ``act`` after each optimizer step of this process from now on, until it returns True; from then on it costs
-    nothing.
+    """Call ``act``, beside others, after each optimizer step of this process from now on, until it returns True; from
+    then on it costs nothing.
 
     An attribute of the page's writer stands before the method of its class meanwhile. Another writer that takes its
     place (device.py, tracing.py) takes over its attributes, so this one as well.
     """
 
+    acts: list[Callable[[], bool]] = vars(current).setdefault("_after_steps", [])
+    acts.append(act)
+
     def took_step() -> None:
         type(current).took_step(current)
-        if act():
+        acts[:] = [each for each in acts if not each()]
+        if not acts:
             del vars(current)["took_step"]
 
     vars(current)["took_step"] = took_step

@@ -42,9 +42,9 @@ def sign(session: int) -> None:
 
 
 def files() -> frozenset[str]:
-    """Return the names of the files in /dev/shm that a test may have made."""
+    """Return the names of the files in /dev/shm that a test may have made: another user's are none of them."""
     with suppress(OSError):  # there is no such folder
-        return frozenset(name for name in os.listdir(_FOLDER) if _MADE_HERE.match(name))
+        return frozenset(name for name in os.listdir(_FOLDER) if _MADE_HERE.match(name) and _is_own(name))
     return frozenset()
 
 
@@ -74,6 +74,12 @@ def remove(left: frozenset[str]) -> None:
             os.unlink(f"{_FOLDER}/{name}")
         if name.startswith("psm_"):
             resource_tracker.unregister(f"/{name}", "shared_memory")
+
+
+def _is_own(name: str) -> bool:
+    with suppress(OSError):  # it is gone
+        return os.stat(f"{_FOLDER}/{name}").st_uid == os.geteuid()
+    return False
 
 
 def is_below_this_process(pid: int) -> bool:

@@ -528,3 +528,13 @@ def test_the_record_of_the_run_has_an_end(tmp_path: Path, monkeypatch: pytest.Mo
         ranks.run("for _ in range(20): step()")
     (record,) = tmp_path.rglob("run.json")
     assert json.loads(record.read_text())["end"]["code"] == "run-done"
+
+
+def test_a_fork_of_the_program_that_ends_leaves_its_ranks_alone() -> None:
+    with _ranks() as ranks:
+        pid = os.fork()
+        if not pid:
+            ranks.close()  # as Python does in a fork that comes to its end
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert ranks.cell("rank") == 0

@@ -132,6 +132,37 @@ def test_what_the_ranks_return_comes_back_in_their_order() -> None:
     assert lockstep.spawn(functions.give, ("leaves",), nprocs=2) == [None, None], "sys.exit(0) returns nothing"
 
 
+def _forks(rank: int) -> int:
+    pid = os.fork()
+    if not pid:
+        return -1
+    os.waitpid(pid, 0)
+    return rank
+
+
+def test_a_process_that_a_rank_forks_returns_nothing_in_its_place() -> None:
+    assert lockstep.spawn(_forks, nprocs=2) == [0, 1]
+
+
+def _waits(rank: int, path: str) -> int:
+    with open(path):  # until the program lets it go
+        return rank
+
+
+def test_a_fork_of_the_program_that_ends_leaves_its_ranks_alone(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    ranks = lockstep.spawn(_waits, (str(fifo),), nprocs=1, join=False)
+    pid = os.fork()
+    if not pid:
+        ranks._at_exit()  # as Python calls it in a fork that comes to its end
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    with open(fifo, "w"):
+        assert ranks.join(LIMIT)
+    assert [value for _, value in ranks.results()] == [0]
+
+
 @pytest.mark.usefixtures("bare")
 def test_values_come_as_ranks_end_and_again_when_asked_again(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"

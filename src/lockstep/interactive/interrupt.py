@@ -37,6 +37,8 @@ class CellInterrupts:
         self._armed, self._number = False, 0
         #: The cell that is to be interrupted after a step, and the one where it is; 0: none is.
         self._after_step = self._at_once = 0
+        #: True while an interrupt has to wait; True if one waits.
+        self._is_held = self._waits = False
         self._steps = 0
         self._agreement: Agreement | None = None
         self._listen()
@@ -59,6 +61,21 @@ class CellInterrupts:
             self._armed = False
             self._listen()  # again: the cell may have set a handler of its own
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A context in which an interrupt waits, to come at its end: what is half done inside would be of no use."""
+        if threading.get_ident() != self._thread or self._is_held:
+            yield
+            return
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+        if self._waits:
+            self._waits = False
+            raise KeyboardInterrupt
+
     def ask(self, number: int, *, at_once: bool) -> None:
         """Interrupt the cell of this number, if it is under way or still to come; called from another thread."""
         if at_once:
@@ -73,7 +90,9 @@ class CellInterrupts:
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._armed and self._at_once == self._number and not comes_again(signum, frame):
             self._at_once = 0  # once for each time that it is asked for
-            raise KeyboardInterrupt
+            if not self._is_held:
+                raise KeyboardInterrupt
+            self._waits = True
 
     def _on_step(self) -> bool:
         """Act after an optimizer's step. Always returns False: the next one is to be told of, too."""

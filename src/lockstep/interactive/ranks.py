@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import signal
 import sys
 import threading
@@ -48,7 +49,7 @@ class InteractiveRanks:
             raise ValueError(f"nprocs={nprocs}: expected at least 1")
         self._number = 0
         self._cell: RunningCell | None = None
-        self._pool = RankPool(nprocs)
+        self._pool, self._pid = RankPool(nprocs), os.getpid()
         atexit.register(self.close)
 
     def __enter__(self: Entered) -> Entered:
@@ -125,7 +126,9 @@ class InteractiveRanks:
 
     def close(self) -> None:
         """End the ranks. They exit like programs that have ended; those that have not left after some seconds are
-        killed. A second call does nothing."""
+        killed. A second call does nothing, nor does one in a fork of the program, whose ranks these are not."""
+        if os.getpid() != self._pid:
+            return
         atexit.unregister(self.close)
         self._pool.close()
 

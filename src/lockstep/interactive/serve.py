@@ -72,7 +72,7 @@ def serve(rank: int, endpoint: socket.socket) -> None:
 class _CellRunner:
     def __init__(self, rank: int, channel: Channel[Request]) -> None:
         self._rank = rank
-        self._channel = channel
+        self._channel, self._sending = channel, threading.Lock()
         #: The next request for the main thread, with its descriptors; None: leave.
         self._tasks: queue.SimpleQueue[tuple[Request, list[int]] | None] = queue.SimpleQueue()
         self._interrupts = CellInterrupts()
@@ -112,7 +112,12 @@ class _CellRunner:
         self._tasks.put(None)
 
     def _tell(self, report: Report) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the program has gone: the zygote ends us
+        """Send a report as a whole: an interrupt waits meanwhile, and so do other threads of a cell."""
+        with (
+            contextlib.suppress(BrokenPipeError, ConnectionResetError),  # the program has gone: the zygote ends us
+            self._interrupts.held(),
+            self._sending,
+        ):
             self._channel.send(report)
 
     def _show_png(self, png: bytes) -> None:

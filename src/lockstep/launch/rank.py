@@ -351,7 +351,9 @@ def _call(rank: int, fds: Sequence[int], *, shared_tracker: bool, by_value: bool
             del process.current_process()._inheriting  # type: ignore[attr-defined]
     if by_value:
         typed.note_received()
-    send(returned, fn(rank, *args), by_value=by_value)
+    pid, value = os.getpid(), fn(rank, *args)
+    if os.getpid() == pid:  # a process that it has forked, and that returns as well, is no rank
+        send(returned, value, by_value=by_value)
 
 
 # Its end -------------------------------------------------------------------------------------------------------------

@@ -133,6 +133,7 @@ class SpawnContext:
             self._ranks.close()
             self._drop()
             raise
+        self._pid = os.getpid()
         atexit.register(self._at_exit)
 
     def join(self, timeout: float | None = None) -> bool:
@@ -247,7 +248,7 @@ class SpawnContext:
         return self._ranks.launcher.policy
 
     def _at_exit(self) -> None:
-        if self._ranks.closed:
+        if self._ranks.closed or os.getpid() != self._pid:  # a fork of the program ends, whose ranks these are not
             return
         if self._daemon:
             self._ranks.close(saves=True)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import lockstep
+from lockstep.errors import CheckpointMismatch
 from tests.digests import digest_of
 from tests.harness import run_ranks
 
@@ -206,7 +207,16 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 _EMA = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
 
 
-def _run(folder: str, case: str, dtype: torch.dtype, make: Callable[..., Any], schedule: Any, interrupt: bool) -> str:
+def _run(
+    folder: str,
+    case: str,
+    dtype: torch.dtype,
+    make: Callable[..., Any],
+    schedule: Any,
+    *,
+    interrupt: bool,
+    as_extra: bool = False,
+) -> str:
     """Four steps; with ``interrupt`` the last two by new objects that go on from a checkpoint."""
 
     def bench() -> tuple[Any, ...]:
@@ -216,8 +226,8 @@ def _run(folder: str, case: str, dtype: torch.dtype, make: Callable[..., Any], s
         scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
         scheduler = None if schedule is None else schedule(optimizer)
         saved = lockstep.Checkpointer(
-            f"{folder}/{case}-{interrupt}", model=model, optimizer=optimizer, scheduler=scheduler,
-            extra={"average": average, "scaler": scaler},
+            f"{folder}/{case}-{interrupt}", model=model, optimizer=None if as_extra else optimizer, scheduler=scheduler,
+            extra={"average": average, "scaler": scaler, **({"optimizer": optimizer} if as_extra else {})},
         )  # fmt: skip
         return model, optimizer, scheduler, average, scaler, saved
 
@@ -255,7 +265,7 @@ def _run(folder: str, case: str, dtype: torch.dtype, make: Callable[..., Any], s
     ])  # fmt: skip
 
 
-def _interrupted(folder: str) -> dict[str, bool]:
+def _interrupted(folder: str, as_extra: bool) -> dict[str, bool]:
     lockstep.init()
     cases: dict[str, tuple[Any, Any, Any]] = {
         **{name: (dtype, make, None) for name, (make, dtype) in OPTIMIZERS.items()},
@@ -267,15 +277,75 @@ def _interrupted(folder: str) -> dict[str, bool]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SequentialLR steps its schedulers in an order that torch warns of
         return {
-            name: _run(folder, name, *case, interrupt=True) == _run(folder, name, *case, interrupt=False)
+            name: _run(folder, name, *case, interrupt=True, as_extra=as_extra)
+            == _run(folder, name, *case, interrupt=False, as_extra=as_extra)
             for name, case in cases.items()
         }
 
 
-def test_odd_states_go_on_with_the_same_bits(tmp_path: Path) -> None:
-    for same in run_ranks(_interrupted, 2, str(tmp_path)):
+@pytest.mark.parametrize("as_extra", [False, True])
+def test_odd_states_go_on_with_the_same_bits(tmp_path: Path, as_extra: bool) -> None:
+    for same in run_ranks(_interrupted, 2, str(tmp_path), as_extra):
         assert [name for name, equal in same.items() if not equal] == []
         assert same.keys() == {*OPTIMIZERS, *SCHEDULERS}
+
+
+def _another_in_extra(folder: str) -> list[str]:
+    lockstep.init()
+    words = []
+
+    def checkpointer(make: Callable[[Any], torch.optim.Optimizer], *, size: int = 4) -> lockstep.Checkpointer:
+        other = nn.Linear(size, 4)
+        return lockstep.Checkpointer(folder, model=_linear(), extra={"other": make(other.parameters())})
+
+    checkpointer(torch.optim.SGD).save()
+    for saved in (checkpointer(torch.optim.AdamW), checkpointer(torch.optim.SGD, size=3)):
+        with pytest.raises(CheckpointMismatch) as refused:
+            saved.restore()
+        words.append(str(refused.value))
+    return words
+
+
+def test_another_optimizer_in_extra_is_refused(tmp_path: Path) -> None:
+    for words in run_ranks(_another_in_extra, 2, str(tmp_path)):
+        assert "extra 'other' is of the optimizer SGD, this one is AdamW" in words[0]
+        assert "parameter 0 of the optimizer's group 0 has shape [4, 4], this one's has [4, 3]" in words[1]
+
+
+class _Refusing:
+    """An object that takes no state but its own."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self._number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["number"] != self._number:
+            raise ValueError("not mine")
+
+
+def _failed_load(folder: str) -> list[str]:
+    lockstep.init()
+    dtypes: list[str] = []
+    for number in range(2):
+        model = _linear().to(torch.bfloat16)
+        optimizer = torch.optim.NAdam(model.parameters())
+        model(torch.ones(4, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        saved = lockstep.Checkpointer(folder, model=model, extra={"inner": optimizer, "other": _Refusing(number)})
+        if not number:
+            saved.save()
+            continue
+        with pytest.raises(lockstep.CheckpointError, match="not mine"):
+            saved.restore()
+        dtypes += [str(state["mu_product"].dtype) for state in optimizer.state.values()]
+    return dtypes
+
+
+def test_an_optimizer_that_is_put_back_keeps_its_dtypes(tmp_path: Path) -> None:
+    assert run_ranks(_failed_load, 2, str(tmp_path)) == [["torch.float32"] * 2] * 2
 
 
 # Wrappers within the names.

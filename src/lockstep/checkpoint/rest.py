@@ -44,6 +44,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lockstep import _torch, accelerator
+from lockstep.checkpoint.match import describe_optimizer
 from lockstep.checkpoint.noted import Objects, OptionGroup, copied, same, with_groups
 from lockstep.checkpoint.pending import PendingStep, PendingSteps
 from lockstep.checkpoint.rest_point import RestPoint
@@ -106,10 +107,13 @@ class RunAtRest(RunState):
         """See the base class."""
         return None if self.optimizer is None else self._state_of("optimizer", self.optimizer)
 
-    @property
-    def optimizer_groups(self) -> int | None:
+    def described(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """See the base class."""
-        return None if self.optimizer is None or self.point is None else len(self.point.groups[0])
+        groups = None if self.point is None else len(self.point.groups[self._number_of(optimizer)])
+        return describe_optimizer(optimizer, groups=groups)
+
+    def _number_of(self, optimizer: torch.optim.Optimizer) -> int:
+        return next(number for number, each in enumerate(self.optimizers()) if each is optimizer)
 
     def extra_state(self, name: str) -> Mapping[str, Any]:
         """See the base class."""
@@ -131,7 +135,7 @@ class RunAtRest(RunState):
     def _state_of(self, name: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if self.point is None:
             return optimizer.state_dict()
-        number = next(i for i, each in enumerate(self.optimizers()) if each is optimizer)
+        number = self._number_of(optimizer)
         state = with_groups(name, optimizer, self.point.groups[number])
         return state if self.pending is None else self.pending.on_host[number].put_into(state)
 

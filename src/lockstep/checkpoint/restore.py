@@ -119,8 +119,7 @@ def load(contents: Contents, run: RunState, world: World) -> None:
         together(world, lambda: run.load_small(parts), lambda _: None)
         together(world, lambda: run.load_loader(parts, world.rank), lambda _: None)
     except CheckpointError:
-        for thing, its_state in before:
-            thing.load_state_dict(its_state)
+        run.put_back(before)
         raise
     together(world, lambda: run.load_tensors(contents, world.rank), lambda _: None)
 

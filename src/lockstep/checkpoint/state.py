@@ -115,10 +115,9 @@ class RunState:
         """Return the optimizer's state; None: there is no optimizer."""
         return None if self.optimizer is None else self.optimizer.state_dict()
 
-    @property
-    def optimizer_groups(self) -> int | None:
-        """The number of the optimizer's groups that are saved, from the first on; None: all."""
-        return None
+    def described(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the class of one of the run's optimizers, and the shapes of the groups that are saved."""
+        return describe_optimizer(optimizer)
 
     def extra_state(self, name: str) -> Mapping[str, Any]:
         """Return the state of an extra object; a module's under the names of the bare module."""
@@ -135,7 +134,7 @@ class RunState:
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """List the optimizer and those among the extra objects."""
-        others = [thing for thing in self.extra.values() if isinstance(thing, torch.optim.Optimizer)]
+        others = [*self._extra_optimizers().values()]
         return others if self.optimizer is None else [self.optimizer, *others]
 
     @property
@@ -162,8 +161,10 @@ class RunState:
     def _optimizer_tree(self) -> dict[str, Any]:
         if self.optimizer is None:
             return {}
-        shapes = describe_optimizer(self.optimizer, groups=self.optimizer_groups)
-        return {"optimizer": {**shapes, "state": self.optimizer_state()}}
+        return {"optimizer": {**self.described(self.optimizer), "state": self.optimizer_state()}}
+
+    def _extra_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return {name: thing for name, thing in self.extra.items() if isinstance(thing, torch.optim.Optimizer)}
 
     def trees(self) -> dict[str, Any]:
         """Return everything but the model and the loader, by the name of its part."""
@@ -172,6 +173,9 @@ class RunState:
             parts["scheduler"] = {"class": type(self.scheduler).__name__, "state": self.scheduler_state()}
         if self.extra:
             parts["extra"] = {name: self.extra_state(name) for name in self.extra}
+        others = self._extra_optimizers()
+        if others:  # beside their states, which earlier versions read as they are
+            parts["extra_optimizers"] = {name: self.described(thing) for name, thing in others.items()}
         orders = gradient_order.orders_in(bare(self.model))
         if orders:
             parts["gradients"] = {"orders": orders}
@@ -187,8 +191,7 @@ class RunState:
 
     def judge_of_parts(self) -> finite.Judge:
         """Return the judge of the tensors in the other files."""
-        optimizers = [name for name, thing in self.extra.items() if isinstance(thing, torch.optim.Optimizer)]
-        begins = tuple(f"extra.{name}." for name in optimizers)
+        begins = tuple(f"extra.{name}." for name in self._extra_optimizers())
         of_modules = {name: _may_be_infinite(name, tensor) for name, tensor in self._tensors_in_extra()}
         return lambda name: False if name.startswith(begins) else of_modules.get(name, judge_optimizers(name))
 
@@ -236,6 +239,10 @@ class RunState:
             raise CheckpointMismatch(f"{folder} was saved without extra objects named {', '.join(lacking)}")
         if self.optimizer is not None:
             refuse_other_optimizer(parts["optimizer"], self.optimizer, folder)
+        described = parts.get("extra_optimizers", {})  # those of earlier versions are compared by torch alone
+        for name, optimizer in self._extra_optimizers().items():
+            if name in described:
+                refuse_other_optimizer(described[name], optimizer, f"{folder}: extra {name!r}")
         training = self.local_training
         if training is not None and "local_steps" in parts:  # otherwise its rounds begin with the saved model
             refuse_other_optimizer(parts["local_steps"]["outer"], training.outer, folder)
@@ -270,7 +277,13 @@ class RunState:
         if self.scheduler is not None:
             states.append(parts["scheduler"]["state"])
         for thing, state in zip(self._small(), states, strict=True):
-            thing.load_state_dict(_under_names_of(thing, state))
+            _load(thing, _under_names_of(thing, state))
+
+    @staticmethod
+    def put_back(states: Sequence[tuple[Stateful, Any]]) -> None:
+        """Load what :meth:`small_states` has returned."""
+        for thing, state in states:
+            _load(thing, state)
 
     def _small(self) -> list[Stateful]:
         return [*self.extra.values(), *([] if self.scheduler is None else [self.scheduler])]
@@ -339,6 +352,13 @@ def _under_names_of(thing: Stateful, state: dict[str, Any]) -> dict[str, Any]:
         return state
     names = aligned(thing.state_dict(), state)
     return {names[name]: value for name, value in state.items()}
+
+
+def _load(thing: Stateful, state: dict[str, Any]) -> None:
+    if isinstance(thing, torch.optim.Optimizer):
+        _load_optimizer(thing, state)
+    else:
+        thing.load_state_dict(state)
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

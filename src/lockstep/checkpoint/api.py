@@ -35,7 +35,15 @@ from lockstep.checkpoint.restore import Restored, find, load, load_generators, r
 from lockstep.checkpoint.retention import Retention, prune
 from lockstep.checkpoint.run_folder import Hold, run_folder
 from lockstep.checkpoint.save import Saved, prepare, words_on_drift, write
-from lockstep.checkpoint.state import Moment, Position, RunState, Stateful, parameters_in_short, refuse_parts
+from lockstep.checkpoint.state import (
+    LastMetric,
+    Moment,
+    Position,
+    RunState,
+    Stateful,
+    parameters_in_short,
+    refuse_parts,
+)
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import together
 from lockstep.comm.calls import of_all_ranks
@@ -136,6 +144,7 @@ class Checkpointer:
         self._resumed_from: int | None = None
         #: True if the last saved checkpoint is sound, so that a run resumes from it.
         self._last_is_sound = True
+        self._last_metric = LastMetric()
         _, shorts = together(world, self._refuse_unsavable, lambda short: short)
         refuse_parts(shorts)
         (self._hold, _), claims = together(world, self._claim_folder, lambda claimed: claimed[1])
@@ -334,6 +343,8 @@ class Checkpointer:
             if run.local_training is not None:  # all ranks wait in between_steps(), so the process group is free
                 run.local_training.finish_round()
                 moment = replace(moment, step=max(peers.gather(moment.step)))
+            begun = self._rest.begun if run.point is None else run.point.begun
+            metric = self._last_metric.of(moment.step, begun)
             plan = prepare(
                 run,
                 world,
@@ -343,10 +354,16 @@ class Checkpointer:
                 peers=peers,
                 settle=settle,
             )
-            moment = replace(moment, hosts=world.hosts, conditions=conditions(device))
+            moment = replace(moment, hosts=world.hosts, conditions=conditions(device), metric=metric, begun=begun)
             saved = self._write_files(plan, moment, peers, run.require_unchanged)
         self._position.last_saved, self._owns_folder = moment.step, True
+        if run.optimizer is None:
+            self._position.step = max(self._position.step, moment.step)
         return saved
+
+    def _step_of_save(self, step: int) -> int:
+        """Return the step of a checkpoint of ``step``, which is another one than the last's if nobody counts steps."""
+        return step + (self._run.optimizer is None and step == self._position.last_saved)
 
     def _add_follower(self, follower: Follower) -> None:
         """Tell ``follower`` the run's position from now on, on every rank in the same order; it is kept alive."""
@@ -371,7 +388,8 @@ class Checkpointer:
 
         Args:
             metric: a number by which the best checkpoints are kept, if ``keep`` says so; the same on all ranks
-                (rank 0's counts). NaN and infinities are never the best.
+                (rank 0's counts). NaN and infinities are never the best. None: that of the last save, if it was at this
+                step and no optimizer has stepped since.
             epoch_done: within :meth:`epochs`: whether a resumed run begins with the next epoch, or resumes in this one.
                 None: with the next one, unless the loader is in the middle of its pass. What your loop does *after*
                 a save that follows the loader's loop is not done again.
@@ -456,6 +474,7 @@ class Checkpointer:
         if self._world.is_main:
             notes.tell(notes.CHECKPOINT, step=moment.step)
         self._last_is_sound = saved.is_sound
+        self._last_metric.note(moment.step, moment.begun, moment.metric if saved.is_sound else None)
         return saved
 
     def _tidy(self, newest: PurePath, manifest: Manifest) -> None:
@@ -470,8 +489,7 @@ class Checkpointer:
             self._local_training.finish_round()
             # A rank whose GradScaler left a step out, or that had fewer batches, has counted fewer.
             position.step = max(all_gather_records(position.step, self._world.group))
-        if run.optimizer is None and position.step == position.last_saved:
-            position.step += 1
+        position.step = self._step_of_save(position.step)
         try:
             for follower in self._followers:
                 follower.before_save(position.step)
@@ -484,8 +502,11 @@ class Checkpointer:
         if drift and self._world.is_main and not self._said_apart:
             self._said_apart = True
             callsite.warn(drift, RuntimeWarning)
-        moment = position.now().moment(run.loader, epoch_done=epoch_done, metric=_finite(metric))
-        return plan, replace(moment, hosts=self._world.hosts, conditions=conditions(self._world.device))
+        begun = self._rest.begun
+        kept = self._last_metric.of(position.step, begun) if metric is None else _finite(metric)
+        moment = position.now().moment(run.loader, epoch_done=epoch_done, metric=kept)
+        world = self._world
+        return plan, replace(moment, hosts=world.hosts, conditions=conditions(world.device), begun=begun)
 
     def _refuse_foreign_folder(self) -> None:
         """Refuse, on rank 0, a folder with checkpoints that this run has not resumed."""
@@ -544,9 +565,11 @@ class Checkpointer:
         folder, contents = search.found
         load(contents, self._run, self._world)
         self._meant = self._run.meant(since=self._meant)
-        self._position.resume_from(contents.manifest)
+        manifest = contents.manifest
+        self._position.resume_from(manifest)
+        self._last_metric.note(manifest.step, self._rest.begun, manifest.metric if manifest.is_sound else None)
         if self._world.is_main:
-            self._lineage.resume_from(folder, contents.manifest)
+            self._lineage.resume_from(folder, manifest)
         self._owns_folder = True
         self._resumed_from = self._position.step
         for follower in self._followers:

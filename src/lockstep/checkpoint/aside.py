@@ -109,6 +109,10 @@ class SavesAside(Protocol):
         """Return whether the epoch is done where a run is saved now, in an evaluation; None: the loader knows."""
         ...
 
+    def _step_of_save(self, step: int) -> int:
+        """Return the step of a checkpoint of ``step``, which is another one than the last's if nobody counts steps."""
+        ...
+
     def _save_aside(self, run: RunAtRest, moment: Moment, peers: Peers, settle: Settle) -> Saved:
         """**Collective.** Write a checkpoint of a run at rest, by these peers alone, after :meth:`_begin_aside`."""
         ...
@@ -531,7 +535,7 @@ class SideSaver:
     def _save(self, saver: SavesAside, number: int, everyone: Sequence[_Ready]) -> tuple[Saved, int]:
         """**Collective.** Save the latest point that all ranks have. Return the checkpoint and its step."""
         rest, rank = self._rest, self._world.rank
-        step = max(each.step for each in everyone)
+        step = saver._step_of_save(max(each.step for each in everyone))
         points = (self._pending or rest).points
         point = self._in_evaluation or points[_common_point(everyone) - everyone[rank].dropped - 1]
         begun = rest.begun

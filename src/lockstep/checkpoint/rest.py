@@ -336,6 +336,7 @@ class Rest:
         loader, scale = run.loader, loss_scale.in_force()
         return RestPoint(
             self._position.now(),
+            self.begun,
             epoch_done,
             None if loader is None else getattr(loader, "_position_now", partial(_position_of, loader))(),
             None if run.scheduler is None else self._scheduler_state(),

@@ -25,6 +25,8 @@ class RestPoint(NamedTuple):
     """What a checkpoint of one moment needs besides what only optimizers change; see Note [Points of rest]."""
 
     counts: Tally
+    #: The steps of all optimizers that had begun.
+    begun: int
     #: True if the epoch is done, by the user's word; None: the user did not say.
     epoch_done: bool | None
     #: The position of the loader; None: there is no loader.

@@ -469,6 +469,8 @@ class Moment:
     hosts: list[list[int]] | None = None
     #: The conditions on rank 0 on which the bits depend; see step/conditions.py.
     conditions: Mapping[str, str] = field(default_factory=dict)
+    #: The optimizers' steps that had begun in this process; not saved.
+    begun: int = -1
 
 
 class Tally(NamedTuple):
@@ -531,6 +533,32 @@ class Position:
     def _tell(self) -> None:
         """Tell the launcher, which compares failures by their steps; steps that a user counts may be saves."""
         flight.current.at_step(self.step)
+
+
+class LastMetric:
+    """The metric of the last checkpoint, which another one of the same parameters has as well.
+
+    A run that is stopped right after ``save(metric=…)`` saves the same step again, and that checkpoint replaces the
+    one with the metric: without it, what was the best would be measured by nobody any more.
+    """
+
+    def __init__(self) -> None:
+        self._step = self._begun = -1
+        self._metric: float | None = None
+
+    def note(self, step: int, begun: int, metric: float | None) -> None:
+        """Note the metric of a checkpoint.
+
+        Args:
+            step: the checkpoint's.
+            begun: the optimizers' steps that had begun in this process.
+            metric: None: it has none, or is not sound.
+        """
+        self._step, self._begun, self._metric = step, begun, metric
+
+    def of(self, step: int, begun: int) -> float | None:
+        """Return the metric of a checkpoint at ``step``; None: optimizers have stepped since, or there was none."""
+        return self._metric if (step, begun) == (self._step, self._begun) else None
 
 
 # Parts that are read before they are taken.

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import stat
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,47 @@ def test_two_logs_of_one_file_are_refused(tmp_path: Path) -> None:
     file.close()
     LogFile(path, after=5).close()
     assert _lines(path) == [{"step": 1}]
+
+
+_OTHER = """
+import sys
+from pathlib import Path
+from lockstep.metrics.file import LogFile, add_lines, evaluation_line
+path = Path(sys.argv[1])
+if sys.argv[2] == "evaluation":
+    print(add_lines(path, [evaluation_line("found", step=1, time=2.0, numbers={"eval/loss": 0.25})]), flush=True)
+else:
+    log = LogFile(path, after=9)
+    print("open", flush=True)
+    sys.stdin.read()
+"""
+
+
+def _other(path: Path, what: str) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-c", _OTHER, str(path), what]
+    return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_log_whose_lock_the_program_lost_overwrites_no_lines_of_others(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = LogFile(path, after=None)
+    log.append({"step": 1})
+    path.read_bytes()  # as an upload of the run's folder does: the kernel drops the lock
+    assert _other(path, "evaluation").communicate()[0] == "1\n"
+    log.append({"step": 2})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 1, 2]
+    assert log.evaluations == {("found", 2.0)}
+    path.read_bytes()
+    other = _other(path, "log")
+    assert other.stdout is not None
+    assert other.stdout.readline() == "open\n"
+    log.append({"step": 3})
+    assert "is being written by another lockstep.Log" in (log.failure or "")
+    other.communicate("")
+    log.write()
+    assert log.failure is None
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 1, 2, 3]
+    log.close()
 
 
 def test_lines_that_could_not_be_written_are_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,34 @@ def test_a_stopped_owner_still_is_the_owner(tmp_path: Path) -> None:
             RunLock(tmp_path)
 
 
+def test_a_lock_that_the_program_lost_is_taken_again(tmp_path: Path) -> None:
+    held = RunLock(tmp_path)
+    (tmp_path / LOCK_FILE).read_bytes()  # as shutil.copytree does, for instance
+    held.check()
+    with pytest.raises(AssertionError), _holder(tmp_path):
+        pass
+    (tmp_path / LOCK_FILE).read_bytes()
+    with _holder(tmp_path) as process:
+        with pytest.raises(lockstep.CheckpointError, match=rf"(?s)owner by now, process {process.pid} on .* a copy"):
+            held.check()
+        held.release()
+        assert (tmp_path / LOCK_FILE).exists()  # it is the other's
+        with pytest.raises(lockstep.CheckpointError, match="belongs to another job"):
+            RunLock(tmp_path)
+
+
+def test_one_that_is_just_taking_a_lost_lock_is_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "_RECORD_LIMIT", 0.2)
+    held = RunLock(tmp_path)
+    record = (tmp_path / LOCK_FILE).read_bytes()
+    with _holder(tmp_path):
+        (tmp_path / LOCK_FILE).write_bytes(record)
+        with pytest.raises(lockstep.CheckpointError, match="another owner by now, a job that left no record"):
+            held.check()
+    held.check()
+    held.release()
+
+
 def test_one_process_shares_its_lock_and_the_last_holder_frees_it(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to("run")

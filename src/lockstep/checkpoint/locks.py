@@ -9,6 +9,11 @@ forked processes: a DataLoader's worker that outlives a killed rank by a moment 
 process closes *any* descriptor of that file, so a process that holds a lock does not open the file again: a second
 Checkpointer of the same process shares the first one's lock.
 
+What the user's program does in that process is another matter: a copy of the run's folder, or an upload of it, opens
+and closes this file as well. A lock of the open file (``F_OFD_SETLK``) would not be lost then, but forked processes
+share it. So the owner takes the lock once more before each commit, which does nothing if it still has it, and reads by
+its own descriptor who has written the record: if another job has come meanwhile, it is that job's folder.
+
 The file names the owner, for the job that is refused. It is removed when the lock is released, while it is still held;
 a process that opened it before that finds, once it has the lock, that the name leads elsewhere, and begins anew.
 
@@ -275,11 +280,10 @@ class _Held:
             return held
 
     def check(self) -> None:
-        owner = _displacing(self._path, self._fd)
-        if owner is not None:
+        displaced = _displaced(self._path, self._fd)
+        if displaced:
             raise CheckpointError(
-                f"{self._path.parent} has another owner by now, {owner}: the job has continued without this machine, "
-                f"in round {owner.round}, and nothing was saved here"
+                f"{self._path.parent} has another owner by now, {displaced}, and nothing was saved here"
             )
 
     def let_go(self, pid: int) -> None:
@@ -342,19 +346,58 @@ def _succeed(path: Path, fd: int) -> None:
         remove_tree(draft)
 
 
-def _displacing(path: Path, fd: int | None) -> Owner | None:
-    """Return the owner that has put its own lock file in the place of the one that this process holds."""
+def _displaced(path: Path, fd: int | None) -> str:
+    """Return the words on the owner that has the folder now, and how it came to it; empty: it is this process's."""
     if fd is not None and _is_named(fd, path):
-        return None  # not opened again: that would lose the lock
+        return _lost(fd)  # the path is not opened again: that would lose the lock
     try:
         other = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return None  # it was removed, and no other owner has come
+        return ""  # it was removed, and no other owner has come
     try:
         owner = _owner_in(other, wait=True)
     finally:
         os.close(other)
-    return None if owner is None or owner == replace(Owner.this_process(), since=owner.since) else owner
+    if owner is None or _is_this_process(owner):
+        return ""
+    return f"{owner}: the job has continued without this machine, in round {owner.round}"
+
+
+def _lost(fd: int) -> str:
+    """Take the lock again, which may have been lost; see Note [Run lock]. Return the words on another job that has
+    taken it meanwhile, or empty."""
+    who = "a job that left no record of itself"
+    limit = time.monotonic() + _RECORD_LIMIT
+    while True:
+        is_held = _is_still_held(fd)
+        owner = _owner_in(fd, wait=not is_held)
+        if owner is not None and not _is_this_process(owner):
+            who = str(owner)
+            break
+        if is_held:
+            if owner is None:
+                _write_record(fd)
+            return ""
+        if time.monotonic() >= limit:
+            break
+        time.sleep(0.01)  # the other one has just taken it, and is about to write its record
+    return (
+        f"{who}: this process has lost its lock by closing another descriptor of {LOCK_FILE}, as a copy or an upload of the "
+        "folder from within the program does (leave that file out)"
+    )
+
+
+def _is_still_held(fd: int) -> bool:
+    """Take a lock that this process should have. Return False if another process has it."""
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)  # a file system that fails says so in the save
+    return True
+
+
+def _is_this_process(owner: Owner) -> bool:
+    return owner == replace(Owner.this_process(), since=owner.since)
 
 
 def _round() -> dict[str, Any]:
@@ -364,7 +407,7 @@ def _round() -> dict[str, Any]:
 
 
 def _let_go(path: Path, fd: int | None) -> None:
-    if _displacing(path, fd) is not None:
+    if _displaced(path, fd):
         if fd is not None:
             os.close(fd)
         return

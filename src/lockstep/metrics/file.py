@@ -110,6 +110,8 @@ class LogFile:
     def write(self) -> None:
         """Write the lines that could not be written before, if there are any."""
         try:
+            if self._waiting:
+                self._take_again()
             while self._waiting:
                 written = os.pwrite(self._fd, self._waiting, self._size)
                 self._size += written
@@ -118,6 +120,24 @@ class LogFile:
         except OSError as error:
             error.filename = str(self.path)
             self.failure = _files.describe(error)
+        except LockstepError as error:
+            self.failure = str(error)
+
+    def _take_again(self) -> None:
+        """Take the lock again, which the user's program loses where it copies the file or uploads it: the kernel
+        drops a process's locks when it closes any descriptor of the file.
+
+        Raises:
+            LockstepError: another process has the file.
+        """
+        if not _try_lock(self._fd):
+            raise _taken(self.path)
+        if os.fstat(self._fd).st_size <= self._size:
+            return
+        with suppress(LockstepError):  # what nobody of lockstep's has written is written over
+            kept = _lines_to_keep(self._fd, self.path, math.inf)  # with those that were added meanwhile
+            self._size = max(self._size, kept.size)
+            self.evaluations |= kept.evaluations
 
     def sync(self) -> None:
         """Return once all lines are on the disk itself; :attr:`failure` tells if this fails."""
@@ -188,6 +208,7 @@ def _lines_to_keep(fd: int, path: Path, after: float) -> _KeptLines:
     end = 0
     evaluations: set[tuple[str, float]] = set()
     count = 0
+    os.lseek(fd, 0, os.SEEK_SET)
     with open(fd, "rb", closefd=False) as file:  # (closing another descriptor of the file would release the lock)
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):

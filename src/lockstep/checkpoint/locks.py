@@ -382,8 +382,8 @@ def _lost(fd: int) -> str:
             break
         time.sleep(0.01)  # the other one has just taken it, and is about to write its record
     return (
-        f"{who}: this process has lost its lock by closing another descriptor of {LOCK_FILE}, as a copy or an upload of the "
-        "folder from within the program does (leave that file out)"
+        f"{who}: this process has lost its lock by closing another descriptor of {LOCK_FILE}, as a copy or an upload "
+        "of the folder from within the program does (leave that file out)"
     )
 
 

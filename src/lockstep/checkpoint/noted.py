@@ -8,28 +8,45 @@ rest needs what they held at that point. Their states are small, and are copied:
 ``state_dict`` often returns the very lists and tensors that change next.
 
 What ``state_dict`` costs is known of schedulers. Other objects are first looked at: the *mark* of an object is what
-its attributes hold, numbers by their values and tensors by the count of their changes, and its state is copied only
-where the mark is another one than before. Objects with large tensors (an average of weights), or tensors on an
-accelerator, for which a copy would wait, are never copied: as long as their mark is that of the point they hold what
-they held then, and afterwards their state of then is not known.
+its attributes and slots hold, numbers by their values, tensors by the count of their changes and generators of random
+numbers by their states, and its state is copied only where the mark is another one than before. Objects with large
+tensors (an average of weights), or tensors on an accelerator, for which a copy would wait, are never copied: as long as
+their mark is that of the point they hold what they held then, and afterwards their state of then is not known.
+
+What a module's state dict has besides parameters and buffers (``get_extra_state``, hooks) is looked at in the same way,
+by what the module returns, since nothing tells where it keeps that. Modules without any cost nothing.
 """
 
 from __future__ import annotations
 
+import array
 import copy
+import random
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
+from lockstep.checkpoint.encoding import digest_of
+from lockstep.checkpoint.match import plain_names, under_plain_names
 from lockstep.errors import CheckpointError
 
+#: The key of a module's ``get_extra_state`` in its state dict.
+_EXTRA_STATE = "_extra_state"
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None)})
+#: Objects that are what they hold one after another, and those that are known by their names.
+_HOLDERS = (list, tuple, set, frozenset, deque)
+_NAMED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 #: The most values and tensors of an object that are looked at; of objects that hold more nothing is noted.
 _MOST = 4096
-#: The most bytes of tensors that are copied with an object, and of an array that are compared.
+#: The most bytes of tensors that are copied with an object, and of an array of which a digest is taken; those that are
+#: compared themselves.
 _SMALL, _SMALL_ARRAY = 2**20, 4096
 
 
@@ -133,14 +150,25 @@ class Objects:
     Args:
         things: the objects, by their names.
         known: what changes with the run itself, and says nothing of an object that holds it: the model's tensors.
+        words: returns how to call one, from its name.
     """
 
-    def __init__(self, things: Mapping[str, Any], known: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        things: Mapping[str, Any],
+        known: Callable[[], Iterable[torch.Tensor]],
+        *,
+        words: Callable[[str], str],
+    ) -> None:
         self._things = things
         self._known = known
+        self._words = words
         self._ids: set[int] | None = None
-        #: The tensors of modules that objects hold, by the module's id.
-        self._tensors: dict[int, list[torch.Tensor]] = {}
+        #: The modules that objects hold and their tensors, by the module's id.
+        self._tensors: dict[int, tuple[nn.Module, list[torch.Tensor]]] = {}
+        #: The numbers of tensors and arrays, by their ids.
+        self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._last_number = 0
         self._too_large: set[str] = set()
         self._last: dict[str, Noted] = {}
 
@@ -172,8 +200,8 @@ class Objects:
         if then.state is not None:
             return then.state
         raise CheckpointError(
-            f"extra {name!r} ({type(thing).__name__}) has changed since, and no optimizer has stepped: the state that "
-            "it had between the last two steps is not known"
+            f"{self._words(name)} has changed since, and no optimizer has stepped: the state that it had between the "
+            "last two steps is not known"
         )
 
     def _mark(self, name: str, thing: Any) -> tuple[list[Any] | None, bool]:
@@ -185,7 +213,8 @@ class Objects:
         leaves: list[Any] = []
         tensors: list[torch.Tensor] = []
         try:
-            self._walk(getattr(thing, "__dict__", None) or thing.state_dict(), leaves, tensors, {id(thing)})
+            attributes = [] if isinstance(thing, BesideTensors) else _attributes_of(thing)
+            self._walk(attributes or thing.state_dict(), leaves, tensors, {id(thing)})
         except _TooLargeError:
             self._too_large.add(name)
             return None, False
@@ -198,32 +227,155 @@ class Objects:
             leaves.append(value)
         elif isinstance(value, torch.Tensor):
             if id(value) not in self._ids:  # type: ignore[operator]  # set before
-                leaves.append((id(value), -1 if value.is_inference() else value._version))
+                leaves.append((self._number_of(value), -1 if value.is_inference() else value._version))
                 tensors.append(value)
         elif id(value) in seen:
             return
         elif isinstance(value, np.ndarray):
-            leaves.append((id(value), value.tobytes() if value.nbytes <= _SMALL_ARRAY else None))
+            leaves.append((self._number_of(value), _bytes_of(value)))
+        elif isinstance(value, (array.array, bytearray)):
+            leaves.append((kind, len(value), digest_of(bytes(memoryview(value)[:_SMALL]))))
         elif isinstance(value, torch.optim.Optimizer):
             return
         else:
             seen.add(id(value))
-            leaves.append(id(value) if not isinstance(value, (Mapping, Sequence)) else len(value))
-            for part in self._parts(value):
+            drawn = _state_of_generator(value)
+            parts = [] if drawn is not None else self._parts(value)
+            # Objects that can be looked into are what they hold; of others there is only who they are.
+            holds = isinstance(value, (Mapping, *_HOLDERS))
+            leaves.append(drawn or ((kind, len(value)) if holds else kind if parts else _Itself(value)))
+            for part in parts:
                 self._walk(part, leaves, tensors, seen)
         if len(leaves) > _MOST:
             raise _TooLargeError
 
-    def _parts(self, value: Any) -> Iterable[Any]:
-        if isinstance(value, Mapping):
-            return [part for item in value.items() for part in item]
-        if isinstance(value, (list, tuple, set, frozenset)):
-            return value
+    def _number_of(self, value: Any) -> int:
+        """Return what tells a tensor or an array from all others, also from an earlier one in the same memory."""
+        known = self._numbers.get(id(value))
+        if known is not None and known[0]() is value:
+            return known[1]
+        if len(self._numbers) > 2 * _MOST:
+            self._numbers = {key: each for key, each in self._numbers.items() if each[0]() is not None}
+        self._last_number += 1
+        self._numbers[id(value)] = weakref.ref(value), self._last_number
+        return self._last_number
+
+    def _parts(self, value: Any) -> list[Any]:
         if isinstance(value, nn.Module):
-            if id(value) not in self._tensors:
-                self._tensors[id(value)] = [*value.parameters(), *value.buffers()]
-            return self._tensors[id(value)]
-        return [getattr(value, "__dict__", None)]
+            known = self._tensors.get(id(value))
+            if known is None or known[0] is not value:
+                known = self._tensors[id(value)] = value, [*value.parameters(), *value.buffers()]
+            return [*known[1]]
+        if isinstance(value, _NAMED):
+            return []
+        parts = _attributes_of(value)
+        if isinstance(value, Mapping):
+            return [part for item in [*value.items()] for part in item] + parts  # (another thread may change it)
+        return [*value, *parts] if isinstance(value, _HOLDERS) else parts
+
+
+def _attributes_of(value: Any) -> list[Any]:
+    """Return what an object holds in its attributes, in ``__dict__`` and in slots."""
+    own = getattr(value, "__dict__", None)
+    found = [own] if own else []
+    for kind in type(value).__mro__:
+        if "__slots__" not in vars(kind):
+            continue
+        for slot in vars(kind).values():
+            if type(slot) is MemberDescriptorType:
+                with suppress(AttributeError):  # nothing was put there
+                    found.append(slot.__get__(value))
+    return found
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> bytes | str:
+    """Return what an array holds, or of a large one a digest of its beginning."""
+    if array.nbytes <= _SMALL_ARRAY:
+        return array.tobytes()
+    count = min(array.size, _SMALL // max(1, array.itemsize))
+    return digest_of((array.reshape(-1) if array.flags.c_contiguous else array.flat)[:count].tobytes())
+
+
+def _state_of_generator(value: Any) -> Any:
+    """Return the state of a generator of random numbers, which no attribute shows; None: it is none."""
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        value = value.bit_generator
+    if isinstance(value, np.random.BitGenerator):
+        return _comparable(value.state)
+    return _comparable(value.get_state(legacy=False)) if isinstance(value, np.random.RandomState) else None
+
+
+def _comparable(state: Any) -> Any:
+    """Return a state of NumPy's as values that can be compared."""
+    if isinstance(state, Mapping):
+        return tuple((key, _comparable(value)) for key, value in state.items())
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+class _Itself:
+    """An object that is only equal to itself, and stays as long as it may be compared: no other takes its place."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other._value is self._value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class BesideTensors:
+    """What the state dict of a module has besides its parameters and buffers, as an object with a state of its own."""
+
+    __slots__ = ("_modules", "_others", "_owner")
+
+    def __init__(self, owner: nn.Module) -> None:
+        self._owner = owner
+        #: The modules with a state beside their tensors, by their keys in the owner's, and all other such keys.
+        self._modules: dict[str, nn.Module] = {}
+        self._others: set[str] = set()
+        plain, tensors = plain_names(owner), _named_tensors(owner)
+        memory = {*map(_address, tensors.values())}
+        for key, value in owner.state_dict().items():
+            path, _, last = key.rpartition(".")
+            if key in tensors or (isinstance(value, torch.Tensor) and _address(value) in memory):
+                continue  # under another name, by a hook: optimizers alone change it, or it is watched
+            if last == _EXTRA_STATE:
+                self._modules[plain(key)] = owner.get_submodule(path)
+            else:
+                self._others.add(plain(key))
+
+    def __bool__(self) -> bool:
+        return bool(self._modules or self._others)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it, under the names of the bare module."""
+        found = {key: module.get_extra_state() for key, module in self._modules.items()}
+        if self._others:
+            state = under_plain_names(self._owner, self._owner.state_dict())
+            found |= {key: state[key] for key in self._others if key in state}
+        return found
+
+
+def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    both = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    return {name: tensor for named in both for name, tensor in named}
+
+
+def _address(tensor: torch.Tensor) -> object:
+    """Return where a tensor is in memory; None if it has none, or is of a kind that does not say so."""
+    if nn.parameter.is_lazy(tensor):
+        return None
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 class _TooLargeError(Exception):

@@ -6,9 +6,9 @@ Between two optimizer steps the parameters and the optimizers' states are as the
 checkpoint of the moment at which that step was over can still be made long after it, as long as no optimizer has taken
 the next one. What else has changed since then was noted at that moment, the *point of rest*:
 
-- the loader's position, the options of the optimizers' groups, the states of the scheduler and of extra objects
-  (Note [Small states] in ``noted.py``) and the random numbers, which are small: together they take some ten
-  microseconds;
+- the loader's position, the options of the optimizers' groups, the states of the scheduler, of extra objects and of
+  modules beside their tensors (Note [Small states] in ``noted.py``) and the random numbers, which are small: together
+  they take some ten microseconds;
 - what forwards and the program change in tensors without an optimizer, such as the statistics of batch norm, whose
   values are copied (Note [Watched tensors] in ``watched.py``).
 
@@ -44,8 +44,8 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lockstep import _torch, accelerator
-from lockstep.checkpoint.match import describe_optimizer
-from lockstep.checkpoint.noted import Objects, OptionGroup, copied, same, with_groups
+from lockstep.checkpoint.match import bare, describe_optimizer
+from lockstep.checkpoint.noted import BesideTensors, Objects, OptionGroup, copied, same, with_groups
 from lockstep.checkpoint.pending import PendingStep, PendingSteps
 from lockstep.checkpoint.rest_point import RestPoint
 from lockstep.checkpoint.rng import Generators
@@ -75,6 +75,7 @@ class RunAtRest(RunState):
 
     point: RestPoint | None = None
     objects: Objects | None = None
+    beside: Objects | None = None
     #: What may have changed since without an optimizer, by its place: the values of that moment.
     kept: dict[Place, torch.Tensor] = field(default_factory=dict)
     #: The step that the host has taken since, and the device must not have begun; None: it has taken none.
@@ -93,7 +94,9 @@ class RunAtRest(RunState):
                 f"{_words(owner)}: {listed(sorted(renamed))} changes from step to step, and the state dict has it "
                 "under another name, so the value between two steps is not known in the middle of one"
             )
-        return {**state, **kept}
+        if self.point is None or self.beside is None or owner not in self.point.beside:
+            return {**state, **kept}
+        return {**state, **kept, **self.beside.state(owner, self.point.beside[owner])}
 
     def loader_state(self) -> dict[str, Any] | None:
         """See the base class."""
@@ -190,6 +193,17 @@ class Rest:
         self._objects = Objects(
             {name: thing for name, thing in self._things.items() if name != _SCHEDULER},
             lambda: [*run.model.parameters(), *run.model.buffers()],
+            words=lambda name: f"{_words(name)} ({type(run.extra[name]).__name__})",
+        )
+        modules = {
+            MODEL: bare(run.model),
+            **{n: thing for n, thing in run.extra.items() if isinstance(thing, nn.Module)},
+        }
+        #: What their state dicts have besides tensors.
+        self._beside = Objects(
+            {name: found for name, module in modules.items() if (found := BesideTensors(module))},
+            tuple,
+            words=lambda name: f"{_words(name)}: what its state dict has besides tensors (get_extra_state(), hooks)",
         )
         #: The steps that had begun at the last point; -1: there was none.
         self._begun_then = -1
@@ -329,7 +343,7 @@ class Rest:
                 )
             kept = watch.known()
         objects = (run.model, run.optimizer, run.scheduler, run.loader, run.extra)
-        return RunAtRest(*objects, point=point, objects=self._objects, kept=kept, pending=pending)
+        return RunAtRest(*objects, point=point, objects=self._objects, beside=self._beside, kept=kept, pending=pending)
 
     def _point(self, epoch_done: bool | None) -> RestPoint:
         run, device = self._run, self._device
@@ -342,6 +356,7 @@ class Rest:
             None if run.scheduler is None else self._scheduler_state(),
             [*map(OptionGroup.all_of, self._optimizers)],
             self._objects.note() if self._has_objects else {},
+            self._beside.note(),
             None if scale is None else scale.state_dict(),
             Generators.now(device),
             None if device.type == "cpu" else accelerator.mark(device),

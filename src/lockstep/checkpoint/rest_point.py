@@ -36,6 +36,8 @@ class RestPoint(NamedTuple):
     groups: list[list[OptionGroup]]
     #: What the extra objects held that are neither modules nor optimizers, by their names.
     extra: dict[str, Noted]
+    #: What the modules' state dicts had besides parameters and buffers, by their owners.
+    beside: dict[str, Noted]
     #: The state of the loss scale; None: no losses are scaled.
     loss_scale: dict[str, Any] | None
     generators: Generators

@@ -74,8 +74,8 @@ CHECKPOINT_FAULTS = [
     Fault(
         "replicas that have drifted apart are mixed",
         "checkpoint/plan.py",
-        "        if any(theirs.differs_in(name, main) for theirs in outlines)\n",
-        "        if any(name not in theirs.fingerprints for theirs in outlines)\n",
+        "if not all(theirs.fits(name, main) for theirs in outlines)}\n",
+        "if not all(name in theirs.layouts for theirs in outlines)}\n",
         _SHARING,
     ),
     Fault(

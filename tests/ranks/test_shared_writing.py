@@ -134,6 +134,41 @@ def _leave_alone(folder: str, within: bool) -> tuple[list[int] | None, list[str]
     return apart, [str(warning.message) for warning in caught]
 
 
+def _leave_state_alone(folder: str, how: str) -> tuple[list[int] | None, list[str], bool]:
+    """Each rank's optimizer holds something else of a parameter that replicas leave alone, in many blocks."""
+    world = lockstep.init()
+    torch.manual_seed(4)
+    table, layer = nn.Linear(2000, 1500), nn.Linear(2000, 1500)
+    model = nn.ModuleDict({"layer": layer, "table": table})
+    model._ddp_params_and_buffers_to_ignore = ["table.weight", "table.bias"]  # type: ignore[assignment]
+    lockstep.replicate(model)
+    optimizer = torch.optim.SGD([*layer.parameters(), *table.parameters()], lr=0.1, momentum=0.9)
+    for number, parameter in enumerate(model.parameters()):
+        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, float(number))
+    own = optimizer.state[table.weight]
+    if how == "beginning":
+        own["momentum_buffer"] += world.rank
+    elif how == "end":
+        own["momentum_buffer"][1] += world.rank
+    elif world.rank:
+        optimizer.state.pop(table.weight)
+    parameters = [*model.parameters()] if world.is_main else []
+    expected = [optimizer.state[each]["momentum_buffer"].clone() for each in parameters]
+    saved = lockstep.Checkpointer(folder, model=model, optimizer=optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        apart = read_manifest(saved.save()).apart
+    saved.restore()
+    found = [optimizer.state[each]["momentum_buffer"] for each in model.parameters()]
+    same = all(torch.equal(one, other) for one, other in zip(found, expected, strict=False))
+    return apart, [str(warning.message) for warning in caught], same
+
+
+@pytest.mark.parametrize("how", ["beginning", "end", "none on others"])
+def test_so_may_what_an_optimizer_holds_of_them(how: str, tmp_path: Path) -> None:
+    assert run_ranks(_leave_state_alone, 2, str(tmp_path), how) == [(None, [], True)] * 2
+
+
 @pytest.mark.parametrize("within", [False, True])
 def test_parameters_that_replicas_leave_alone_may_differ(within: bool, tmp_path: Path) -> None:
     assert run_ranks(_leave_alone, 2, str(tmp_path), within) == [(None, [])] * 2

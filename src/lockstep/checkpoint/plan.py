@@ -50,6 +50,7 @@ class StateLayout:
         judge: Judge = judge_optimizers,
         meant: Meant = NOTHING_MEANT,
         ignored: frozenset[str] = frozenset(),
+        ignored_in_parts: tuple[str, ...] = (),
     ) -> StateLayout:
         """Lay a run's state out in files.
 
@@ -72,6 +73,7 @@ class StateLayout:
             judge: says it of the tensors of the parts.
             meant: which of these need not be finite all the same.
             ignored: the parameters that replicas leave alone, so that each rank may hold its own.
+            ignored_in_parts: what the names of the tensors begin with that an optimizer keeps for them.
 
         Raises:
             CheckpointError: something can't be written down.
@@ -89,9 +91,9 @@ class StateLayout:
             kept: dict[str, torch.Tensor] = {}
             encoded = encode(tree, kept, where=part)
             if kept:
-                same = None if part in alike else frozenset[str]()
+                same = (name for name in kept if part in alike and not name.startswith(ignored_in_parts))
                 bounded = _judged(kept, judge, meant)
-                files.append(lay_out(f"{part}.safetensors", kept, where=part, alike=same, judged=bounded))
+                files.append(lay_out(f"{part}.safetensors", kept, where=part, alike=frozenset(same), judged=bounded))
             if is_main:
                 texts[f"{part}.json"] = text(encoded)
         if own is not None:
@@ -105,8 +107,10 @@ class StateLayout:
         """Return a summary of the files for the other ranks."""
         alike = {file.name: file.size_alike for file in self.files}
         everything = sum(file.size for file in self.files)
+        digests = {file.name: file.fingerprints() for file in self.files}
         return Outline(
-            fingerprints={file.name: file.fingerprint() for file in self.files},
+            layouts={name: layout for name, (layout, _) in digests.items()},
+            contents={name: content for name, (_, content) in digests.items()},
             alike=alike,
             alone=everything - sum(alike.values()) + sum(map(len, self.texts.values())),
         )
@@ -143,8 +147,10 @@ def text(encoded: Any) -> bytes:
 class Outline:
     """The summary of a rank's layout that the ranks exchange before they divide the work."""
 
-    #: File -> digest of its layout and of the beginning of each tensor that all ranks should hold alike.
-    fingerprints: dict[str, str]
+    #: File -> digest of its layout.
+    layouts: dict[str, str]
+    #: File -> digest of the tensors that all ranks should hold alike, and of the beginning of each.
+    contents: dict[str, str]
     #: File -> number of its bytes that all ranks should hold alike.
     alike: dict[str, int]
     #: Number of all other bytes.
@@ -160,8 +166,12 @@ class Outline:
         return cls(**record)
 
     def differs_in(self, file: str, other: Outline) -> bool:
-        """Return whether two ranks hold different content in a file."""
-        return self.fingerprints.get(file) != other.fingerprints.get(file)
+        """Return whether two ranks hold different content in a file, where they should hold the same."""
+        return self.contents.get(file) != other.contents.get(file)
+
+    def fits(self, file: str, other: Outline) -> bool:
+        """Return whether two ranks can write a file together: it has the same content, in the same places."""
+        return not self.differs_in(file, other) and self.layouts.get(file) == other.layouts.get(file)
 
 
 @dataclass(frozen=True)
@@ -235,7 +245,7 @@ class WritePlan:
 
     #: The writes, in the order of the files and of their bytes.
     writes: tuple[Write, ...]
-    #: File that rank 0 writes alone -> the ranks that hold other content there.
+    #: File -> the ranks that hold other content there than rank 0, which writes it alone.
     apart: Mapping[str, tuple[int, ...]]
     #: On rank 0, every file with its parts and their writers; None on other ranks.
     files: Mapping[str, tuple[TensorPart, ...]] | None
@@ -363,7 +373,8 @@ def plan_writes(
     """Plan what this rank writes; every rank comes to the same division.
 
     A file whose layout, or the beginning of whose tensors, is not the same on all ranks is written by rank 0 alone:
-    otherwise the checkpoint would be a mix of replicas that have drifted apart.
+    otherwise the checkpoint would be a mix of replicas that have drifted apart. If only its layout is another one, for
+    what each rank may hold of its own, they have not.
 
     Args:
         layout: this rank's state.
@@ -372,16 +383,18 @@ def plan_writes(
         texts: more JSON files; they count on rank 0 only.
     """
     main = outlines[0]
+    shared = {name: None for outline in outlines for name, alike in outline.alike.items() if alike}
     apart = {
         name: tuple(other for other, theirs in enumerate(outlines) if theirs.differs_in(name, main))
-        for name in {name: None for outline in outlines for name, alike in outline.alike.items() if alike}
+        for name in shared
         if any(theirs.differs_in(name, main) for theirs in outlines)
     }
+    of_main = {name for name in shared if not all(theirs.fits(name, main) for theirs in outlines)}
     holders = [file for file in layout.files for _ in file.parts()]
     planned = divide(
-        (part.written_by(0) if file.name in apart else part for file in layout.files for part in file.parts()),
+        (part.written_by(0) if file.name in of_main else part for file in layout.files for part in file.parts()),
         world_size=len(outlines),
-        extra=main.alone + sum(main.alike.get(name, 0) for name in apart),
+        extra=main.alone + sum(main.alike.get(name, 0) for name in of_main),
     )
     files: dict[str, list[TensorPart]] = {file.name: [] for file in layout.files}
     writes: list[Write] = []

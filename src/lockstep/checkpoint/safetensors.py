@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.blocks import TensorPart
-from lockstep.checkpoint.encoding import new_digest, strict_json
+from lockstep.checkpoint.encoding import digest_of, new_digest, strict_json
 from lockstep.checkpoint.finite import Bound
 from lockstep.comm.in_order.files import SAFETENSORS_NAMES
 from lockstep.errors import CheckpointError
@@ -102,14 +102,17 @@ class TensorFile:
         """Return the content of the part of this name."""
         return self.tensors[name] if name else self.header
 
-    def fingerprint(self) -> str:
-        """Return a digest of the header and of the beginning of each tensor that all ranks should hold alike."""
+    def fingerprints(self) -> tuple[str, str]:
+        """Return a digest of the header, and one of what all ranks should hold alike: the names, dtypes and shapes of
+        these tensors, and the beginning of each."""
         digest = new_digest()
-        digest.update(self.header)
         elsewhere: dict[torch.device, list[torch.Tensor]] = {}
         for one in self.spans:
             tensor = self.tensors[one.name]
-            if one.name not in self.alike or one.start == one.stop:
+            if one.name not in self.alike:
+                continue
+            digest.update(f"{one.name} {one.dtype} {one.shape}\n".encode())
+            if one.start == one.stop:
                 continue
             if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg():
                 # No tensor operations here: a state has thousands of tensors, and training waits.
@@ -118,7 +121,7 @@ class TensorFile:
                 elsewhere.setdefault(tensor.device, []).append(_first(tensor))
         for parts in elsewhere.values():  # one copy from each device
             digest.update(torch.cat(parts).cpu().numpy().data)
-        return digest.hexdigest()
+        return digest_of(self.header), digest.hexdigest()
 
 
 def _first(tensor: torch.Tensor) -> torch.Tensor:

@@ -103,6 +103,7 @@ def _lay_out(run: RunState, world: World, meant: finite.Meant) -> StateLayout:
     plain = plain_names(model)
     parameters = frozenset(plain(name) for name, _ in model.named_parameters(remove_duplicate=False))
     common = run.common_trees()
+    ignored = _ignored(model)
     return StateLayout.of(
         run.model_state(),
         run.trees() if world.is_main else common,
@@ -114,16 +115,30 @@ def _lay_out(run: RunState, world: World, meant: finite.Meant) -> StateLayout:
         in_model=run.judged_in_model(),
         judge=run.judge_of_parts(),
         meant=run.without_trained(meant),
-        ignored=_ignored(model, plain),
+        ignored=frozenset(map(plain, ignored)),
+        ignored_in_parts=_ignored_by_optimizer(model, run.optimizer, ignored),
     )
 
 
-def _ignored(model: nn.Module, plain: Callable[[str], str]) -> frozenset[str]:
+def _ignored_by_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, ignored: frozenset[str]
+) -> tuple[str, ...]:
+    """Return what the names of the tensors begin with that an optimizer keeps for parameters that replicas leave
+    alone."""
+    if not ignored or optimizer is None or type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        return ()
+    named = model.named_parameters(remove_duplicate=False)
+    own = {id(parameter) for name, parameter in named if name in ignored}
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return tuple(
+        f"optimizer.state.state.{number}." for number, parameter in enumerate(parameters) if id(parameter) in own
+    )
+
+
+def _ignored(model: nn.Module) -> frozenset[str]:
     """Return what replicas leave alone: of the model, or of a part of it that is replicated by itself."""
     return frozenset(
-        plain(f"{path}.{name}" if path else name)
-        for path, module in model.named_modules()
-        for name in ignored_by_ddp(module)
+        f"{path}.{name}" if path else name for path, module in model.named_modules() for name in ignored_by_ddp(module)
     )
 
 

@@ -131,7 +131,7 @@ class Checkpointer:
         self.folder: PurePath = root.absolute() if isinstance(root, Path) else root
         self._position = Position()
         self._said_apart = self._said_missing = False
-        #: True once this run owns the folder: it has resumed from it, found it empty, or has saved.
+        #: True once this run owns the folder: it has resumed from it, or found it empty and has begun or saved.
         self._owns_folder = False
         #: The checkpoints from which this run has come; used on rank 0.
         self._lineage = Lineage(self.folder, self._storage)
@@ -227,6 +227,7 @@ class Checkpointer:
                 self.restore()
             elif not self._owns_folder:
                 together(self._world, self._refuse_foreign_folder, lambda _: None)
+                self._owns_folder = True
             self._say_missing()
             if self._resumed_from == position.step and position.epoch >= count:
                 self._say(
@@ -354,9 +355,10 @@ class Checkpointer:
                 peers=peers,
                 settle=settle,
             )
+            self._owns_folder = True
             moment = replace(moment, hosts=world.hosts, conditions=conditions(device), metric=metric, begun=begun)
             saved = self._write_files(plan, moment, peers, run.require_unchanged)
-        self._position.last_saved, self._owns_folder = moment.step, True
+        self._position.last_saved = moment.step
         if run.optimizer is None:
             self._position.step = max(self._position.step, moment.step)
         return saved
@@ -406,7 +408,6 @@ class Checkpointer:
         plan, moment = self._prepare(metric, epoch_done)
         with self._writing:
             folder = self._write(plan, moment, OverGroup(self._world))
-        self._owns_folder = True
         self._position.last_saved = moment.step
         if earlier is not None and self._world.is_main:
             callsite.warn(f"{earlier}; the save at step {moment.step} succeeded", RuntimeWarning)
@@ -451,9 +452,7 @@ class Checkpointer:
         Raises:
             CheckpointError: it failed; the same on every rank, and raised once.
         """
-        folder = self._background.wait()
-        self._owns_folder |= folder is not None
-        return folder
+        return self._background.wait()
 
     def _write(self, plan: WritePlan, moment: Moment, peers: Peers) -> PurePath:
         return self._write_files(plan, moment, peers).folder
@@ -498,6 +497,7 @@ class Checkpointer:
         except LockstepError as error:  # the same on every rank
             raise CheckpointError(f"data that belong to the checkpoint could not be written: {error}") from error
         plan = prepare(run, self._world, step=position.step, before=self._refuse_foreign_folder, meant=self._meant)
+        self._owns_folder = True  # a save in the background may come to its end at any moment from here on
         drift = words_on_drift(plan)
         if drift and self._world.is_main and not self._said_apart:
             self._said_apart = True

@@ -31,6 +31,9 @@ class LoggedRun(Protocol):
     @property
     def step(self) -> int: ...
 
+    @property
+    def _trains_apart(self) -> bool: ...
+
     def _add_follower(self, follower: Any) -> None: ...
 
     def _refuse_foreign_folder(self) -> None: ...
@@ -102,6 +105,7 @@ class Log:
 
         if evaluated is not None and not hasattr(evaluated, "_evaluated"):
             raise TypeError(f"evaluated={type(evaluated).__name__}: expected a lockstep.Checkpointer")
+        apart: Callable[[], bool] = bool
         results: Callable[[], Sequence[EvaluationResult]] = tuple if evaluated is None else _evaluated_of(evaluated)
         if isinstance(run, (str, PathLike)):
             path = local_path(run, "run").absolute()
@@ -117,14 +121,15 @@ class Log:
                     "lockstep.Log a path"
                 )
             self._run, path = run, run.folder / NAME
-            check, results = _check_of(run), _evaluated_of(run)
+            check, results, apart = _check_of(run), _evaluated_of(run), _apart_of(run)
         else:
             raise TypeError(f"run={type(run).__name__}: expected a lockstep.Checkpointer or a path")
         if every is None and seconds is None:
             every = _EVERY
         #: The path of the file with the lines.
         self.path = path
-        self._lines = Lines(world, Target(path, every, seconds, tuple(sinks), check, results), after=after)
+        target = Target(path, every, seconds, tuple(sinks), check, results, apart)
+        self._lines = Lines(world, target, after=after)
         if self._run is not None:
             self._run._add_follower(self._lines)
         # The lines of a Checkpointer live as long as it does: the ranks' garbage collectors may find an unused log at
@@ -238,6 +243,17 @@ def _check_of(run: LoggedRun) -> Callable[[], None]:
             alive._refuse_foreign_folder()
 
     return check
+
+
+def _apart_of(run: LoggedRun) -> Callable[[], bool]:
+    """Return a function that tells whether the ranks of the run train apart, without keeping ``run`` alive."""
+    weak = weakref.ref(run)
+
+    def apart() -> bool:
+        alive = weak()
+        return alive is not None and alive._trains_apart
+
+    return apart
 
 
 def _evaluated_of(run: LoggedRun) -> Callable[[], Sequence[EvaluationResult]]:

@@ -5,7 +5,9 @@ Note [When a line is due]
 A line needs all ranks, and no rank may ask the others in each step whether it is time. So a line is due at a call that
 every rank can tell by itself, and all ranks call the log equally often:
 
-- every k steps: at the first call whose step is beyond the next multiple of k. The ranks count the same steps.
+- every k steps: at the first call whose step is beyond the next multiple of k. The ranks count the same steps, unless
+  they train apart and their GradScalers leave out steps of one rank alone. Then they meet, and tell their steps, of
+  which the largest counts. They plan the next meeting as for seconds, with steps in their place.
 - every s seconds: clocks differ, and no rank may decide by its own. When the ranks meet, rank 0 sends its time, and all
   compute from it the call at which they meet next: after as many calls as fit into the remaining seconds at the rate so
   far, but no more than twice as many as there were since the last line. If it is not time yet when they meet, they only
@@ -91,6 +93,8 @@ class Target:
     check: Callable[[], None] = lambda: None
     #: Called on rank 0; returns all that evaluations have found of the run's checkpoints so far.
     evaluated: Callable[[], Sequence[EvaluationResult]] = tuple
+    #: Whether the ranks train apart, so that they may count different numbers of steps; the same on all.
+    trains_apart: Callable[[], bool] = lambda: False
 
 
 @dataclass
@@ -147,6 +151,9 @@ class Lines:
         #: The number of calls so far, at the last line, and at the next meeting about time.
         self._calls = self._line_at = 0
         self._meets_at = 1
+        #: True if the ranks may count different steps, and the number of calls at the next meeting about these.
+        self._trains_apart = False
+        self._meets_about_steps_at = 1
         #: The step and the number of calls before which a call only adds its values.
         self._due_step = self._due_call = 0.0
 
@@ -184,13 +191,16 @@ class Lines:
         if not self._begun:
             self._begin()
         every, seconds = self._target.every, self._target.seconds
-        if every is not None and self.step > self._last_step and self.step // every > self._last_step // every:
+        if every is not None and self._is_due_by_steps(every):
             self.line()
         elif seconds is not None and self._calls >= self._meets_at:
             self._meet_about_time(seconds)
         self._raise_owed()
-        self._due_step = math.inf if every is None else (self._last_step // every + 1) * every
+        by_steps = every is not None and not self._trains_apart
+        self._due_step = (self._last_step // every + 1) * every if every is not None and by_steps else math.inf
         self._due_call = math.inf if seconds is None else self._meets_at
+        if every is not None and not by_steps:
+            self._due_call = min(self._due_call, self._meets_about_steps_at)
 
     def _add_unusual(self, key: str, value: Any, weight: float, step: int) -> None:
         try:
@@ -281,6 +291,7 @@ class Lines:
         with labelled(_LABEL):
             _, told = together(self._peers, self._open, lambda _: vars(self._tell()), what="lockstep.Log")
         self._begun, self._last_time, self._wrong = True, time.monotonic(), []
+        self._trains_apart = self._target.trains_apart()
         self._owed = self._wrong_with([_Told(**each) for each in told])
         self._raise_owed()
 
@@ -300,14 +311,28 @@ class Lines:
 
     def _meet_about_time(self, seconds: float) -> None:
         """**Collective.** Write a line if it is time by rank 0's clock, and plan the next meeting."""
-        elapsed = float(self._gather(time.monotonic() - self._last_time)[0])
+        told = self._gather([time.monotonic() - self._last_time, self.step])
+        elapsed = float(told[0][0])
         rate = (self._calls - self._line_at) / max(elapsed, 1e-9)
-        is_due = elapsed >= (1 - _EARLY) * seconds and self.step > self._last_step
+        is_due = elapsed >= (1 - _EARLY) * seconds and max(step for _, step in told) > self._last_step
         left = seconds if is_due else max(seconds - elapsed, 0.0)
         most = 2 * (self._calls - self._line_at)
         self._meets_at = self._calls + max(1, min(math.ceil(min(rate * left, most)), most))
         if is_due:
             self.line()
+
+    def _is_due_by_steps(self, every: int) -> bool:
+        """**Collective** where the ranks train apart, if it is time to meet: then plan the next meeting, too."""
+        if not self._trains_apart:
+            return self.step // every > self._last_step // every
+        if self._calls < self._meets_about_steps_at:
+            return False
+        reached: int = max(self._gather(self.step))
+        calls, passed = self._calls - self._line_at, reached - self._last_step
+        left = every - reached % every
+        wanted = -(-left * calls // passed) if passed > 0 else 2 * calls
+        self._meets_about_steps_at = self._calls + max(1, min(wanted, 2 * calls))
+        return reached // every > self._last_step // every
 
     @of_all_ranks("a line of lockstep.Log")
     def line(self) -> None:
@@ -449,7 +474,7 @@ class Lines:
         """Return the error in the ranks' records, or None; the same on every rank."""
         wrong = [(kind, f"rank {rank}: {words}") for rank, each in enumerate(told) for kind, words in each.wrong]
         steps = [each.step for each in told]
-        if any(step != steps[0] for step in steps):
+        if any(step != steps[0] for step in steps) and not self._trains_apart:
             listing = ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(steps))
             wrong.append(
                 ("LockstepError", f"the ranks are at different steps ({listing}): call the log equally often on all")

@@ -392,6 +392,44 @@ def test_an_owner_that_ends_as_it_is_asked_to_save_is_said_to_have_ended(
             save_now(tmp_path, limit=30.0)
 
 
+_SAVER = """
+import os, signal, sys, time
+from pathlib import Path
+from lockstep.checkpoint.disk_folder import DiskFolder
+from lockstep.checkpoint.locks import RunLock
+root, asked = Path(sys.argv[1]), []
+held, folder = RunLock(root), DiskFolder(root)
+signal.signal(signal.SIGUSR1, lambda *_: asked.append(True))
+
+def publish(draft):
+    (draft.path / "manifest.json").write_text("{}")
+    os.rename(draft.path, root / draft._name)
+
+under_way = folder.draft(3, []) if sys.argv[2] == "under way" else None
+print("held", flush=True)
+while not asked:
+    time.sleep(0.01)
+if under_way is not None:
+    publish(under_way)
+    time.sleep(0.5)
+publish(folder.draft(3, []))
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(("what", "expected"), [("under way", "step-00000003-r2"), ("dead", "step-00000003")])
+def test_a_save_that_was_under_way_is_not_the_one_that_was_asked_for(tmp_path: Path, what: str, expected: str) -> None:
+    if what == "dead":
+        (tmp_path / f"step-00000003.tmp-{'0' * 16}").mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", _SAVER, str(tmp_path), what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "held\n"
+        assert save_now(tmp_path, limit=30.0).name == expected
+        job.communicate("")
+
+
 def test_no_other_process_is_asked_to_save_that_has_the_owners_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,10 +29,13 @@ def save_now(root: PurePath, *, limit: float) -> PurePath:
     """
     folder = run_folder(root)
     owner = _owner_here(folder)
-    before = set(folder.checkpoints())
+    before = folder.under_way()  # of an earlier moment than the request; and then, so that none is missed:
+    before |= {path.name for path in folder.checkpoints()}
     _ask(owner, root)
     deadline = time.monotonic() + limit
-    while not (new := [path for path in folder.checkpoints() if path not in before and folder.has_manifest(path.name)]):
+    while not (
+        new := [each for each in folder.checkpoints() if each.name not in before and folder.has_manifest(each.name)]
+    ):
         if time.monotonic() > deadline:
             raise CheckpointError(
                 f"{owner} has not saved within {as_duration(limit)}; what keeps it is in its output, and "

@@ -75,6 +75,12 @@ class DiskFolder:
         """See the protocol."""
         return sorted(path for path in self.path.glob("step-*.tmp-*") if path.is_dir())
 
+    def under_way(self) -> set[str]:
+        """See the protocol."""
+        return {
+            folders.name_of_draft(draft) for draft in folders.drafts(self.path) if folders.is_locked(draft, on=self._on)
+        }
+
     def has_manifest(self, name: str) -> bool:
         """See the protocol."""
         return (self.path / name / MANIFEST).is_file()

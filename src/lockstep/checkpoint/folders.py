@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
 
-from lockstep.checkpoint.storage import POSIX, Storage
+from lockstep.checkpoint.storage import POSIX, Storage, try_flock
 
 #: The name of the file that lists all others in a checkpoint.
 MANIFEST = "manifest.json"
@@ -78,6 +79,22 @@ def unused_name(taken: Iterable[PurePath], step: int) -> str:
 def draft_name(name: str) -> str:
     """Return a new name for a draft of the checkpoint ``name``, or for its leftover."""
     return f"{name}.tmp-{secrets.token_hex(8)}"
+
+
+def name_of_draft(draft: PurePath) -> str:
+    """Return the name of the checkpoint that a draft becomes."""
+    return draft.name.partition(".tmp-")[0]
+
+
+def is_locked(folder: Path, *, on: Storage = POSIX) -> bool:
+    """Return whether a process holds a draft: its save is under way."""
+    with _unless_gone():
+        opened = on.open_folder(folder)
+        try:
+            return try_flock(opened, fcntl.LOCK_SH) is False
+        finally:
+            on.close(opened)
+    return False
 
 
 def age(folder: PurePath) -> tuple[int, int]:

@@ -163,6 +163,11 @@ class RunFolder(Protocol):
         """List what a save is writing or a killed save has left."""
         ...
 
+    def under_way(self) -> set[str]:
+        """Return the names of checkpoints that are being written, as far as this can be told; none of them is used for
+        another one."""
+        ...
+
     def has_manifest(self, name: str) -> bool:
         """Return whether a checkpoint has a manifest, of whatever content."""
         ...

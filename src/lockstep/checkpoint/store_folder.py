@@ -119,6 +119,10 @@ class StoreFolder:
         """See the protocol."""
         return self._by_age(name for name, objects in self._prefixes().items() if objects and MANIFEST not in objects)
 
+    def under_way(self) -> set[str]:
+        """See the protocol. A dead save's is among them, and no checkpoint ever gets its name."""
+        return {path.name for path in self.leftovers()}
+
     def has_manifest(self, name: str) -> bool:
         """See the protocol."""
         return bool(self._store.sizes(self._key(name)).get(MANIFEST))

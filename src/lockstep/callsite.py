@@ -11,6 +11,8 @@ import importlib.util
 import os
 import sys
 import warnings
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from types import CodeType, FrameType
 
 #: The most characters of a path that are shown, from its end.
@@ -20,6 +22,10 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 #: File name -> True if it belongs to a library. (By name: a code object's hash takes a microsecond.)
 _ours: dict[str, bool] = {}
+#: A warning that is held back: its text and its category.
+HeldWarning = tuple[str, type[Warning]]
+#: Those that this thread holds back; None: it warns at once.
+_held: ContextVar[list[HeldWarning] | None] = ContextVar("held", default=None)
 
 
 def _library() -> tuple[str, ...]:
@@ -104,11 +110,46 @@ def words(code: CodeType, line: int) -> str:
     return f"{short}:{line} in {code.co_name}"
 
 
+@contextlib.contextmanager
+def holding_warnings() -> Iterator[list[HeldWarning]]:
+    """Keep what :func:`warn` is given within the block, in the list that is yielded, to be issued by :func:`warn_all`.
+
+    A filter may make an error of a warning. Where other ranks wait for this one, or what it warns of is already done,
+    such an error would be taken for a failure of what is done.
+    """
+    held: list[HeldWarning] = []
+    token = _held.set(held)
+    try:
+        yield held
+    finally:
+        _held.reset(token)
+
+
+def warn_all(held: Iterable[HeldWarning]) -> None:
+    """Warn of what was held back, in order."""
+    for text, category in held:
+        warn(text, category)
+
+
+def tell_all(held: Iterable[HeldWarning]) -> None:
+    """Do as :func:`warn_all` in a thread, where nobody gets an error: what a filter makes one of is printed."""
+    for text, category in held:
+        try:
+            warn(text, category)
+        except Warning:
+            print(f"lockstep: {text}", file=sys.stderr, flush=True)
+
+
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line of the user's own program.
 
     Without such a line (threads of autograd or lockstep) it points to the caller; under ``python -c``, to that program.
+    Within :func:`holding_warnings` it is kept.
     """
+    held = _held.get()
+    if held is not None:
+        held.append((text, category))
+        return
     caller = sys._getframe(1)
     frame, away = user_frame_and_depth(caller)
     if frame is None:

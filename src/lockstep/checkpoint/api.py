@@ -407,11 +407,13 @@ class Checkpointer:
             earlier = error
         plan, moment = self._prepare(metric, epoch_done)
         with self._writing:
-            folder = self._write(plan, moment, OverGroup(self._world))
+            saved = self._write_files(plan, moment, OverGroup(self._world))
         self._position.last_saved = moment.step
+        self._warn_of_drift(plan)
+        callsite.warn_all(saved.warnings)
         if earlier is not None and self._world.is_main:
             callsite.warn(f"{earlier}; the save at step {moment.step} succeeded", RuntimeWarning)
-        return folder
+        return saved.folder
 
     @of_all_ranks("Checkpointer.async_save()")
     @flight.phase(Phase.SAVE)
@@ -441,9 +443,10 @@ class Checkpointer:
         self._background.forget_records()  # all ranks have waited, or they would not have met in the line above
         with self._writing:
             self._background.begin(
-                plan, step=moment.step, write=lambda copied, peers: self._write(copied, moment, peers)
+                plan, step=moment.step, write=lambda copied, peers: self._write_beside(copied, moment, peers)
             )
         self._position.last_saved = moment.step
+        self._warn_of_drift(plan)
 
     @flight.phase(Phase.SAVE)
     def wait(self) -> PurePath | None:
@@ -454,8 +457,17 @@ class Checkpointer:
         """
         return self._background.wait()
 
-    def _write(self, plan: WritePlan, moment: Moment, peers: Peers) -> PurePath:
-        return self._write_files(plan, moment, peers).folder
+    def _write_beside(self, plan: WritePlan, moment: Moment, peers: Peers) -> PurePath:
+        saved = self._write_files(plan, moment, peers)
+        callsite.tell_all(saved.warnings)
+        return saved.folder
+
+    def _warn_of_drift(self, plan: WritePlan) -> None:
+        """Warn on rank 0, once, of replicas that differ; when nobody waits for it."""
+        drift = words_on_drift(plan)
+        if drift and self._world.is_main and not self._said_apart:
+            self._said_apart = True
+            callsite.warn(drift, RuntimeWarning)
 
     def _write_files(
         self, plan: WritePlan, moment: Moment, peers: Peers, after_reading: Callable[[], None] | None = None
@@ -498,10 +510,6 @@ class Checkpointer:
             raise CheckpointError(f"data that belong to the checkpoint could not be written: {error}") from error
         plan = prepare(run, self._world, step=position.step, before=self._refuse_foreign_folder, meant=self._meant)
         self._owns_folder = True  # a save in the background may come to its end at any moment from here on
-        drift = words_on_drift(plan)
-        if drift and self._world.is_main and not self._said_apart:
-            self._said_apart = True
-            callsite.warn(drift, RuntimeWarning)
         begun = self._rest.begun
         kept = self._last_metric.of(position.step, begun) if metric is None else _finite(metric)
         moment = position.now().moment(run.loader, epoch_done=epoch_done, metric=kept)

@@ -50,7 +50,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
-from lockstep import _torch, knobs
+from lockstep import _torch, callsite, knobs
 from lockstep.checkpoint.at_exit import before_threads_end
 from lockstep.checkpoint.calls import Calls, calls_of
 from lockstep.checkpoint.encoding import digest_of
@@ -397,6 +397,7 @@ class SideSaver:
             except CheckpointError as error:
                 self._say_refused(str(error), agreed.action)
                 return
+            callsite.tell_all(saved.warnings)
             self._said = ""
             if any(not each.points for each in agreed.everyone):
                 self._say(

@@ -177,8 +177,9 @@ def write(
 
     It talks to the other ranks by ``peers`` alone and touches no live state if ``plan`` was copied, so it may run in a
     thread beside training. Before the commit, rank 0 calls ``check``, which raises if the folder is not this job's any
-    more; when the checkpoint is safe, it calls ``tidy`` to remove older ones, and warns if it is not finite. Each rank
-    calls ``after_reading``, if there is one, when it has written its part; what it raises is raised on all.
+    more; when the checkpoint is safe, it calls ``tidy`` to remove older ones. What there is to warn of by then is left
+    to the caller, who does so when no rank waits for it. Each rank calls ``after_reading``, if there is one, when it
+    has written its part; what it raises is raised on all.
 
     Raises:
         CheckpointError: it could not be written; the same error on every rank, and nothing is left of it.
@@ -217,7 +218,8 @@ def write(
     try:
         _, drafts = together(peers, begin, lambda name: name)
         _, written = together(peers, lambda: write_part(str(drafts[0])), lambda own: own)
-        _, told = together(peers, lambda: finish([Written(*own) for own in written]), lambda saved: saved)
+        with callsite.holding_warnings() as held:
+            _, told = together(peers, lambda: finish([Written(*own) for own in written]), lambda saved: saved)
     except CheckpointError:  # on every rank: none continues, and reads the folder, before rank 0 has cleaned up
         if draft is not None:
             draft.discard()
@@ -228,16 +230,18 @@ def write(
             draft.discard()
         raise
     name, is_sound = told[0]
-    return Saved(root / str(name), is_sound=bool(is_sound))
+    return Saved(root / str(name), is_sound=bool(is_sound), warnings=tuple(held))
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that has been written; the same on every rank."""
+    """A checkpoint that has been written; the same on every rank, but for the warnings."""
 
     folder: PurePath
     #: The ``is_sound`` of its manifest.
     is_sound: bool
+    #: What rank 0 has to warn of.
+    warnings: tuple[callsite.HeldWarning, ...] = ()
 
 
 def _words_on_not_finite(path: PurePath, not_finite: dict[str, list[str]]) -> str:

@@ -137,6 +137,8 @@ class Lines:
         self._wrong: list[list[str]] = []
         #: The error that all ranks have agreed on and not raised yet.
         self._owed: Exception | None = None
+        #: What rank 0 has to warn of, once no rank waits for it.
+        self._held: list[callsite.HeldWarning] = []
         #: Key -> ``_NUMBER`` or ``_TEXT``, for all keys of the log.
         self._kinds: dict[str, str] = {}
         #: Key that had non-finite numbers -> True if it had no finite ones in the last line.
@@ -363,10 +365,12 @@ class Lines:
         everyones = [_Told(**each) for each in self._gather(vars(told))]
         self._last_step = max(each.step for each in everyones)
         self._last_time, self._line_at = time.monotonic(), self._calls
-        if self._file is not None and any(each.kinds for each in everyones):
-            self._write(everyones, self._file)
         if self._file is not None:
-            self._write_evaluated(self._file)
+            with callsite.holding_warnings() as held:
+                if any(each.kinds for each in everyones):
+                    self._write(everyones, self._file)
+                self._write_evaluated(self._file)
+            self._held += held
         self._owed = self._wrong_with(everyones) or self._owed
 
     def line_now(self) -> None:
@@ -402,8 +406,9 @@ class Lines:
                 sink.flush()
 
         self._write_line()
-        with labelled(_LABEL):
+        with labelled(_LABEL), callsite.holding_warnings() as held:
             together(self._peers, sync, lambda _: None, what="lockstep.Log")
+        self._held += held
 
     def _gather(self, record: Any) -> list[Any]:
         with labelled(_LABEL):
@@ -467,8 +472,12 @@ class Lines:
 
     def _raise_owed(self) -> None:
         owed, self._owed = self._owed, None
-        if owed is not None:
-            raise owed
+        held, self._held = self._held, []
+        try:
+            callsite.warn_all(held)
+        finally:
+            if owed is not None:
+                raise owed
 
     def _wrong_with(self, told: Sequence[_Told]) -> Exception | None:
         """Return the error in the ranks' records, or None; the same on every rank."""
@@ -556,6 +565,7 @@ class Lines:
         if words and self._world.is_main:
             print(*(f"lockstep: {each}" for each in words), sep="\n", file=sys.stderr, flush=True)
         self._end()
+        callsite.tell_all(self._held)
 
 
 def _summary(told: _Told, key: str) -> SeriesSummary:

@@ -63,7 +63,7 @@ class After(enum.IntEnum):
     """What a point of rest follows."""
 
     STEP = 0
-    #: A pass, an epoch or a save, and no step.
+    #: A pass or an epoch, and no step. (No save: what follows the pass is done again, and the save with it.)
     OTHER = 1
 
 

@@ -9,6 +9,10 @@ lines of a step of at most c, and later lines have greater steps: cutting off th
 (A line that the script asks for after the save, at the same step, stays: a resumed run does not repeat it.) A line that
 a kill or a power cut has left incomplete is the last one, and is cut off too.
 
+A checkpoint that was made from the side is no such save: no line is written for it, since that needs the ranks' loops.
+Values since the last line whose steps are in it are lost (a process alone writes them as it ends), and lines that the
+script asked for between its moment and the stop are written again.
+
 A run that does not resume starts a file of its own, and an existing file is renamed: a line of a run is removed only if
 the run itself writes it again.
 

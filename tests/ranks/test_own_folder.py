@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from tests.harness import run_ranks
@@ -21,12 +21,12 @@ def _in_background(folder: str, loop: str) -> list[int]:
     lockstep.init()
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = lockstep.shard(DataLoader(torch.ones(16, 4), batch_size=4))
+    loader = lockstep.shard(DataLoader(TensorDataset(torch.ones(16, 4)), batch_size=4))
     saved = lockstep.Checkpointer(folder, model=model, optimizer=optimizer, loader=loader, keep=None)
     log = lockstep.Log(saved, every=100)
 
     def train() -> None:
-        for batch in loader:
+        for (batch,) in loader:
             model(batch).sum().backward()
             optimizer.step()
             if saved.step == 1:

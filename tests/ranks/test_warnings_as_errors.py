@@ -37,7 +37,7 @@ def _saves(folder: str) -> list[str]:
         for parameter in model.parameters():
             parameter.data.fill_(math.nan if kind in ("finite", "background") else 1.0 + world.rank * (kind == "drift"))
         if kind == "old":
-            DiskFolder.remove = remove  # type: ignore[method-assign]
+            DiskFolder.remove = remove  # type: ignore[method-assign,assignment]
         step = saved.step
         try:
             saved.save() if kind != "background" else saved.async_save()

@@ -146,7 +146,7 @@ class _Hooked(nn.Module):
             state[f"{prefix}seen"] = self.seen
             state[f"{prefix}renamed"] = state.pop(f"{prefix}layer.bias")
 
-        self._register_state_dict_hook(more)
+        self._register_state_dict_hook(more)  # type: ignore[no-untyped-call]
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         self.seen += 1

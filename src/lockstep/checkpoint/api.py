@@ -32,7 +32,7 @@ from lockstep.checkpoint.missing import words_on_missing
 from lockstep.checkpoint.plan import WritePlan
 from lockstep.checkpoint.rest import Rest, RunAtRest
 from lockstep.checkpoint.restore import Restored, find, load, load_generators, restored, words_on_differences
-from lockstep.checkpoint.retention import Retention, prune
+from lockstep.checkpoint.retention import Retention, prune, rule_of
 from lockstep.checkpoint.run_folder import Hold, run_folder
 from lockstep.checkpoint.save import Saved, prepare, words_on_drift, write
 from lockstep.checkpoint.state import (
@@ -122,7 +122,7 @@ class Checkpointer:
     ) -> None:
         root = run_path(folder, "folder")
         self._run = RunState(model, optimizer, scheduler, loader, dict(extra or {}))
-        self._rule = _rule(keep)
+        self._rule = rule_of(keep)
         world = current_world()
         if world is None:
             raise LockstepError("lockstep.Checkpointer: no world yet; call lockstep.init() first")
@@ -616,16 +616,6 @@ def _through_weak(saved: Checkpointer, method: Callable[[Checkpointer], None]) -
             method(alive)
 
     return hook
-
-
-def _rule(keep: int | Retention | None) -> Retention:
-    if isinstance(keep, Retention):
-        return keep
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int)):
-        raise TypeError(f"keep={keep!r}: expected a number of checkpoints, None, or a lockstep.Retention")
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep={keep}: expected at least 1, or None to keep all checkpoints")
-    return Retention(last=keep)
 
 
 def _finite(metric: float | None) -> float | None:

@@ -199,9 +199,11 @@ class Rest:
             MODEL: bare(run.model),
             **{n: thing for n, thing in run.extra.items() if isinstance(thing, nn.Module)},
         }
-        #: What their state dicts have besides tensors.
+        beside = {name: found for name, module in modules.items() if (found := BesideTensors(module))}
+        #: What their state dicts have besides tensors, and whether they have any.
+        self._has_beside = bool(beside)
         self._beside = Objects(
-            {name: found for name, module in modules.items() if (found := BesideTensors(module))},
+            beside,
             tuple,
             words=lambda name: f"{_words(name)}: what its state dict has besides tensors (get_extra_state(), hooks)",
         )
@@ -356,7 +358,7 @@ class Rest:
             None if run.scheduler is None else self._scheduler_state(),
             [*map(OptionGroup.all_of, self._optimizers)],
             self._objects.note() if self._has_objects else {},
-            self._beside.note(),
+            self._beside.note() if self._has_beside else {},
             None if scale is None else scale.state_dict(),
             Generators.now(device),
             None if device.type == "cpu" else accelerator.mark(device),

@@ -66,6 +66,21 @@ class Retention:
             raise ValueError(f"by={self.by!r} without best=: say how many of the best are kept")
 
 
+def rule_of(keep: int | Retention | None) -> Retention:
+    """Return the rule that a user gives, as such or as the number of checkpoints to keep.
+
+    Raises:
+        TypeError, ValueError: it is neither.
+    """
+    if isinstance(keep, Retention):
+        return keep
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int)):
+        raise TypeError(f"keep={keep!r}: expected a number of checkpoints, None, or a lockstep.Retention")
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep={keep}: expected at least 1, or None to keep all checkpoints")
+    return Retention(last=keep)
+
+
 @dataclass(frozen=True)
 class Entry:
     """One checkpoint, as the rule sees it."""

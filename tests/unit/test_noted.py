@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,16 @@ def test_another_one_in_the_same_memory_is_another_one(make: Callable[..., Any])
         assert objects.mark("it") != mark
 
 
+def test_a_path_that_is_used_has_not_changed() -> None:
+    thing = _Holder(Path("a") / "b")
+    objects = Objects({"it": thing}, tuple, words=str)
+    mark = objects.note()["it"].mark
+    assert str(thing.held) in {"/".join(thing.held.parts), str(thing.held)}
+    assert objects.mark("it") == mark
+    thing.held /= "c"
+    assert objects.mark("it") != mark
+
+
 def test_functions_classes_and_modules_are_not_looked_into() -> None:
     thing = _Holder([np, random.random, _Holder, torch.nn.functional.relu])
     objects = Objects({"it": thing}, tuple, words=str)
@@ -144,6 +155,7 @@ class _Hooked(nn.Module):
 
         def more(_: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
             state[f"{prefix}seen"] = self.seen
+            state[f"{prefix}no_module._extra_state"] = self.seen
             state[f"{prefix}renamed"] = state.pop(f"{prefix}layer.bias")
 
         self._register_state_dict_hook(more)  # type: ignore[no-untyped-call]
@@ -187,7 +199,7 @@ def test_what_hooks_add_to_a_state_dict_is_that_of_the_point() -> None:
     bias = model.layer.bias.tolist()
     model(torch.ones(2))
     state = rest.at(rest.points[0]).model_state()
-    assert (state["seen"], run.model_state()["seen"]) == (3, 4)
+    assert (state["seen"], state["no_module._extra_state"], run.model_state()["seen"]) == (3, 3, 4)
     assert state["renamed"].tolist() == bias
 
 

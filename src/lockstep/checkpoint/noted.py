@@ -26,6 +26,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -235,6 +236,8 @@ class Objects:
             leaves.append((self._number_of(value), _bytes_of(value)))
         elif isinstance(value, (array.array, bytearray)):
             leaves.append((kind, len(value), digest_of(bytes(memoryview(value)[:_SMALL]))))
+        elif isinstance(value, PurePath):
+            leaves.append(str(value))  # its slots are filled when it is used
         elif isinstance(value, torch.optim.Optimizer):
             return
         else:
@@ -341,13 +344,13 @@ class BesideTensors:
         self._modules: dict[str, nn.Module] = {}
         self._others: set[str] = set()
         plain, tensors = plain_names(owner), _named_tensors(owner)
-        memory = {*map(_address, tensors.values())}
+        memory, modules = {*map(_address, tensors.values())} - {None}, dict(owner.named_modules(remove_duplicate=False))
         for key, value in owner.state_dict().items():
             path, _, last = key.rpartition(".")
             if key in tensors or (isinstance(value, torch.Tensor) and _address(value) in memory):
                 continue  # under another name, by a hook: optimizers alone change it, or it is watched
-            if last == _EXTRA_STATE:
-                self._modules[plain(key)] = owner.get_submodule(path)
+            if last == _EXTRA_STATE and path in modules:
+                self._modules[plain(key)] = modules[path]
             else:
                 self._others.add(plain(key))
 

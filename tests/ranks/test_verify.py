@@ -101,6 +101,7 @@ def test_a_script_without_a_mistake_is_equal_within_rounding(tmp_path: Path, scr
     ("script", "cause", "words"),
     [
         ("dropout", "dropout-per-rank", "drawn in the forward, in 2 (Dropout)"),
+        ("time_first", "dropout-per-rank", "drawn in the forward, in dropout (Dropout)"),
         ("noise", "random-numbers-per-rank", "between the loader and the model"),
         ("noise_in_the_loss", "random-numbers-per-rank", "between the model and the backward"),
     ],

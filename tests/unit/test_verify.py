@@ -328,6 +328,51 @@ def test_a_batch_norm_that_changes_no_output_is_not_the_reason(tmp_path: Path) -
     assert _cause(tmp_path, change) is Cause.SCALE
 
 
+def _time_first(note: StepNote, *, batch: int, share: Loss | None = None) -> StepNote:
+    """A step whose input is of shape (time, batch, features): its rows are moments, not samples."""
+    shape = [5, batch, 3] if share is None else [5, 3]
+    rows = [100.0 * batch + each for each in range(5)]
+    losses = note.losses if share is None else [replace(share, value=note.losses[0].value)]
+    return _with_batches(
+        replace(note, losses=losses, dropouts=["dropout (Dropout)"]),
+        lambda record: replace(record, shape=shape, samples=rows, outputs=rows, drew=True),
+    )
+
+
+@pytest.mark.parametrize("known_by", ["another dimension", "the shares"])
+def test_an_input_whose_first_dimension_is_time_has_no_batch_size_per_rank(tmp_path: Path, known_by: str) -> None:
+    def change(ranks: int) -> Change:
+        share = None if known_by == "another dimension" else Loss(None, 12 / ranks, 12.0)
+
+        def changed(_step: int, _rank: int, note: StepNote, numbers: dict[str, Array]) -> StepNote:
+            if ranks > 1:
+                _scaled(numbers, 1.1)
+            return _time_first(note, batch=12 // ranks, share=share)
+
+        return changed
+
+    one = _observe(tmp_path / "one", change=change(1))
+    many = _observe(tmp_path / "many", ranks=2, change=change(2))
+    difference = measure(one, many)
+    reasons = explain(judge(difference, []), difference)
+    assert [(each.cause, each.sure) for each in reasons] == [(Cause.DROPOUT, False)]
+
+
+def test_a_batch_size_per_rank_is_one_whatever_the_shares(tmp_path: Path) -> None:
+    def change(whole: float) -> Change:
+        def changed(_step: int, rank: int, note: StepNote, numbers: dict[str, Array]) -> StepNote:
+            if whole > 12:
+                _scaled(numbers, 1.1)
+            return _time_first(note, batch=12 + rank, share=Loss(None, 12.0, whole))
+
+        return changed
+
+    one = _observe(tmp_path / "one", change=change(12.0))
+    many = _observe(tmp_path / "many", ranks=2, change=change(24.0))
+    difference = measure(one, many)
+    assert explain(judge(difference, []), difference)[0].cause is Cause.BATCH_PER_RANK
+
+
 def test_losses_that_add_up_to_that_of_one_rank_are_sums(tmp_path: Path) -> None:
     def change(_step: int, _rank: int, note: StepNote, numbers: dict[str, Array]) -> StepNote:
         _scaled(numbers, 0.5)

@@ -262,7 +262,7 @@ def _samples(one: Observation, many: Observation, step: int) -> list[Reason]:
     for each in range(1, step + 1):
         ours, theirs = one.at(each)[0], many.at(each)
         count, counts = _count(ours), [_count(rank) for rank in theirs]
-        if not count or _whole_batch_each(ours, theirs):
+        if not count or _whole_batch_each(ours, theirs) or _is_cut_elsewhere(ours, theirs):
             continue
         total, ranks = sum(counts), many.world_size
         if total == ranks * count and all(n == count for n in counts):
@@ -734,6 +734,41 @@ def whole_batch_each(one: Observation, many: Observation) -> bool:
 
 def _whole_batch_each(note: StepNote, notes: Sequence[StepNote]) -> bool:
     return all(_count(each) == _count(note) and _same_samples(note, [each]) for each in notes)
+
+
+def _is_cut_elsewhere(note: StepNote, notes: Sequence[StepNote]) -> bool:
+    """Return whether the ranks have parts of one rank's batch that its first dimension does not tell, as where that is
+    time (``nn.LSTM``, ``nn.Transformer``): the loader's shares say so, or another dimension that makes up the whole.
+
+    Signatures are those of rows of the first dimension, and say nothing of samples there.
+    """
+    return _is_cut_by_shares(note, notes) or _is_cut_across(note, notes)
+
+
+def _is_cut_by_shares(note: StepNote, notes: Sequence[StepNote]) -> bool:
+    losses = [loss for each in (note, *notes) for loss in each.losses]
+    if not losses or any(loss.local is None or loss.whole is None for loss in losses):
+        return False
+    whole = sum(loss.whole or 0.0 for loss in note.losses)
+    local = sum(loss.local or 0.0 for each in notes for loss in each.losses)
+    count = _count(note)
+    same = all(sum(loss.whole or 0.0 for loss in each.losses) == whole for each in notes)
+    return same and local == whole and (count != whole or all(_count(each) == count for each in notes))
+
+
+def _is_cut_across(note: StepNote, notes: Sequence[StepNote]) -> bool:
+    found = [[batch.shape for batch in each.batches] for each in (note, *notes)]
+    if len({len(each) for each in found}) > 1:
+        return False
+    return all(_is_cut_in_another(whole, parts) for whole, *parts in zip(*found, strict=True))
+
+
+def _is_cut_in_another(whole: Sequence[int], parts: Sequence[Sequence[int]]) -> bool:
+    if any(len(each) != len(whole) for each in parts) or sum(each[0] for each in parts) == whole[0]:
+        return False
+    # (The first dimension may differ as well: sequences are padded to the longest of each part.)
+    apart = [i for i in range(1, len(whole)) if any(each[i] != whole[i] for each in parts)]
+    return len(apart) == 1 and sum(each[apart[0]] for each in parts) == whole[apart[0]]
 
 
 def _same_samples(note: StepNote, notes: Sequence[StepNote]) -> bool:

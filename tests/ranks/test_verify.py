@@ -118,6 +118,14 @@ def test_random_numbers_of_each_rank_are_no_mistake(tmp_path: Path, script: str,
     assert "for step in loader.steps():" in done.out, "the advice is all that has to be written"
 
 
+def test_a_script_whose_loss_is_nan_has_no_verdict(tmp_path: Path) -> None:
+    text = (_SCRIPTS / "right_lockstep.py").read_text()
+    (tmp_path / "lost.py").write_text(text.replace(".backward()", ".neg().sqrt().backward()"))
+    done, found = _verify(tmp_path, "lost.py")
+    assert (done.code, found) == (2, {}), done
+    assert "the loss and the gradients of step 1 are NaN" in " ".join(done.err.split())
+
+
 def test_a_mistake_under_dropout_is_told_beside_the_dropout(tmp_path: Path) -> None:
     done, found = _verify(tmp_path, _SCRIPTS / "dropout_one_rank_writes.py")
     (contrast,) = found["contrasts"]

@@ -219,6 +219,36 @@ def test_numbers_that_are_not_finite_are_equal_where_both_have_them(tmp_path: Pa
     assert (judgement.kind, judgement.step) == (FindingKind.DIFFERENT, 2)
 
 
+def _lost_from(first: int) -> Change:
+    """Gradients that are NaN from a step on, but for zeros, as behind a ReLU, and the loss with them."""
+
+    def lost(step: int, _rank: int, note: StepNote, numbers: dict[str, Array]) -> StepNote:
+        if step < first:
+            return note
+        numbers["g0"][1:], numbers["g1"][:] = np.nan, 0.0
+        return replace(note, losses=[replace(note.losses[0], value=math.nan)])
+
+    return lost
+
+
+def test_runs_that_are_nan_throughout_train_nothing(tmp_path: Path) -> None:
+    found = compare.why_not_a_number(_observe(tmp_path / "run", change=_lost_from(1)))
+    assert found is not None
+    assert "loss and the gradients of step 1 are NaN" in found
+    assert compare.why_not_a_number(_observe(tmp_path / "later", change=_lost_from(2))) is None
+
+
+def test_nothing_is_said_of_steps_that_are_nan(tmp_path: Path) -> None:
+    one, two = (
+        _observe(tmp_path / name, ranks=ranks, change=_lost_from(3)) for name, ranks in (("one", 1), ("two", 2))
+    )
+    difference = measure(one, two)
+    judgement = judge(difference, [])
+    assert judgement == compare.Judgement(FindingKind.BITS, conclusive=2)
+    result = Result(VerifyOptions(Program("train.py"), (2,), steps=4), "1", 4, [Contrast(2, difference, judgement)])
+    assert "from step 3 on the gradients are NaN" in describe(result)
+
+
 def test_another_number_of_steps_is_a_difference_after_the_last_common_one(tmp_path: Path) -> None:
     one, two = _observe(tmp_path / "one"), _observe(tmp_path / "two", ranks=2, steps=2)
     judgement = judge(measure(one, two), [])

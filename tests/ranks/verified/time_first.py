@@ -1,4 +1,4 @@
-"""Not equal by design: each rank drops units of its own. The model's input is time-first, as recurrent layers take it."""
+"""Not equal by design: each rank drops units of its own. The model's input is time-first, as of recurrent layers."""
 
 import torch
 from torch import nn

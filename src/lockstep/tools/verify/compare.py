@@ -139,6 +139,12 @@ class Distance:
         """Whether both took the same steps with the same bits."""
         return self.same_layout and self.same_counts and all(each.same_bits for each in self.steps)
 
+    @cached_property
+    def not_numbers_from(self) -> int | None:
+        """The first step since which one of the runs is NaN; None: neither ends so."""
+        found = [each for run in (self.first, self.other) if (each := not_numbers_from(run)) is not None]
+        return min(found, default=None)
+
     @property
     def same_counts(self) -> bool:
         """Whether all ranks of the other run took as many steps as the first run."""
@@ -324,6 +330,42 @@ def _is_zero(run: Observation) -> bool:
     )
 
 
+def not_numbers_from(run: Observation) -> int | None:
+    """Return the first step since which all of a run's steps are NaN; None: its last one is not.
+
+    A step is if each of its gradients holds a NaN, or one does and the loss is NaN: embeddings and layers behind a ReLU
+    have zeros as well. Two runs are equal in all of that, whatever else they do.
+    """
+    first = None
+    for step in range(run.steps, 0, -1):
+        if not _is_not_a_number(run, step):
+            break
+        first = step
+    return first
+
+
+def _is_not_a_number(run: Observation, step: int) -> bool:
+    found = [bool(np.isnan(values).any()) for name, values in run.numbers(step).items() if name[0] == "g"]
+    losses = [loss.value for loss in run.first.steps[step - 1].losses]
+    lost = bool(losses) and all(value is not None and math.isnan(value) for value in losses)
+    return bool(found) and (all(found) or (lost and any(found)))
+
+
+def why_not_a_number(run: Observation) -> str | None:
+    """Return why there is nothing to compare in a run, if it is NaN from its first step on."""
+    if not_numbers_from(run) != 1:
+        return None
+    losses = [loss.value for loss in run.first.steps[0].losses]
+    begun = any(value is not None and math.isnan(value) for value in losses)
+    what = "the loss and the gradients of step 1 are NaN" if begun else "the gradients of step 1 are NaN"
+    hint = (
+        "look at the samples and at what the loss divides by"
+        if begun
+        else "torch.autograd.set_detect_anomaly(True) names the operation"
+    )
+    return f"{what}, and so is every later one; any two such runs are equal. Run it on one rank first: {hint}"
+
+
 def untrained_parameters(run: Observation) -> list[str]:
     """Return a sentence for each optimizer that holds parameters of no model that was called, without any gradient."""
     texts = []
@@ -400,8 +442,10 @@ def judge(difference: Distance, nudged: Sequence[Nudged]) -> Judgement:
         difference: of a run on several ranks from that on one.
         nudged: the differences that rounding makes between runs. Empty: nothing counts as rounding.
     """
+    # NaN is equal to NaN, and says nothing
+    known = None if difference.not_numbers_from is None else difference.not_numbers_from - 1
     if difference.same_bits:
-        return Judgement(FindingKind.BITS)
+        return Judgement(FindingKind.BITS, conclusive=known)
     if not difference.same_layout:
         return Judgement(FindingKind.DIFFERENT, 0, Stage.LAYOUT)
     spacing = max(difference.first.first.spacing, difference.other.first.spacing)
@@ -419,7 +463,7 @@ def judge(difference: Distance, nudged: Sequence[Nudged]) -> Judgement:
             return Judgement(FindingKind.ROUNDING, conclusive=each.step - 1)
     if not difference.same_counts:
         return Judgement(FindingKind.DIFFERENT, len(difference.steps) + 1, Stage.COUNT)
-    return Judgement(FindingKind.ROUNDING)
+    return Judgement(FindingKind.ROUNDING, conclusive=known)
 
 
 def _judge_step(each: StepDifference, noise: _Noise, difference: Distance) -> Judgement | None:

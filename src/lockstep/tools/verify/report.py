@@ -95,6 +95,7 @@ def _contrast(contrast: Contrast, rounding: Distance | None) -> Iterator[str]:
     yield f"{contrast.ranks} ranks: {_verdict(judgement)}"
     if judgement.kind is FindingKind.BITS:
         yield from _wrapped("gradients and parameters have the same bits on all ranks after every step")
+        yield from _inconclusive(contrast)
     elif judgement.kind is FindingKind.ROUNDING:
         yield from _growth_of(contrast, rounding)
     else:
@@ -116,9 +117,16 @@ def _contrast(contrast: Contrast, rounding: Distance | None) -> Iterator[str]:
 
 
 def _growth_of(contrast: Contrast, rounding: Distance | None) -> Iterator[str]:
-    conclusive = contrast.judgement.conclusive
     yield from _growth_in_words(contrast.difference, rounding)
-    if conclusive is not None:
+    yield from _inconclusive(contrast)
+
+
+def _inconclusive(contrast: Contrast) -> Iterator[str]:
+    """Say from which step on nothing is known, and why."""
+    conclusive, lost = contrast.judgement.conclusive, contrast.difference.not_numbers_from
+    if conclusive is not None and lost == conclusive + 1:
+        yield from _wrapped(f"from step {lost} on the gradients are NaN, so that nothing can be said of those steps")
+    elif conclusive is not None:
         yield from _wrapped(
             f"after step {conclusive} rounding alone takes two runs so far apart that nothing can be said"
         )

@@ -368,7 +368,9 @@ class _Runs:
             return f"the run on {what} ended without a step of any torch.optim optimizer{_why_no_step(found)}"
         if not any(each.names for each in found.first.optimizers):
             return "all parameters are held in parts, as FSDP does: there are no replicas to compare"
-        untrained = None if self.result.runs else compare.why_untrained(found)
+        if self.result.runs:
+            return None
+        untrained = compare.why_untrained(found) or compare.why_not_a_number(found)
         return None if untrained is None else f"the run on {what} trains nothing: {untrained}"
 
     def _launch(self, home: Path, ranks: int, what: str, signals: Sequence[int]) -> int:

@@ -272,6 +272,26 @@ def test_a_rank_that_is_read_before_the_process_group_stays() -> None:
     assert 'print(int(os.environ["RANK"]))\n' in ported(text).after
 
 
+def _launched(call: str) -> str:
+    """The form for Fabric with its loop in a function that ``launch`` is given."""
+    text = changed(FABRIC, "def main():\n", "def main(fabric, batch_size):\n")
+    text = changed(
+        text, '    fabric = Fabric(accelerator="auto", devices=2, strategy="ddp")\n    fabric.launch()\n', ""
+    )
+    text = changed(text, "    fabric.seed_everything(11)\n", "").replace("batch_size=8", "batch_size=batch_size")
+    return changed(text, "\nmain()\n", f'\nfabric = Fabric(devices=2, strategy="ddp")\n{call}\n')
+
+
+def test_a_function_that_fabric_launches_is_called() -> None:
+    found = ported(_launched("fabric.launch(main, batch_size=8)"))
+    assert found.verdict is PortVerdict.FULLY, found.remarks
+    assert "\nworld = lockstep.init()\nmain(world, batch_size=8)\n" in found.after
+    assert "def main(world, batch_size):\n" in found.after
+    assert "batch_size=batch_size * world.world_size" in found.after
+    found = ported(_launched("fabric.launch(lambda fabric: main(fabric, 8))"))
+    assert found.verdict is PortVerdict.REFUSED, found.diff
+
+
 def test_half_precision_that_an_option_may_ask_for_is_refused_when_it_does() -> None:
     text = changed(ACCELERATE, "Accelerator()", "Accelerator(mixed_precision=PRECISION)")
     found = ported(text)

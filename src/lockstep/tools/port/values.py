@@ -98,6 +98,13 @@ _MADE: dict[str, Kind] = {
 _VARIABLES = {"RANK": Kind.RANK, "LOCAL_RANK": Kind.LOCAL_RANK, "WORLD_SIZE": Kind.WORLD_SIZE}
 #: Methods of modules and loaders that return what they are called on.
 _SAME = {"to", "cuda", "cpu", "train", "eval", "float", "half", "bfloat16", "double", "requires_grad_"}
+#: Methods that return their arguments, made ready -> whose they are.
+_PREPARING = {
+    **dict.fromkeys(
+        ("prepare", "prepare_model", "prepare_data_loader", "prepare_optimizer", "unwrap_model"), Kind.ACCELERATOR
+    ),
+    **dict.fromkeys(("setup", "setup_module", "setup_optimizers", "setup_dataloaders"), Kind.FABRIC),
+}
 #: Arguments of a call that wrap what a loop is over.
 WRAPPERS = {"enumerate", "tqdm.tqdm", "tqdm.auto.tqdm", "tqdm.std.tqdm", "tqdm", "iter", "itertools.islice", "zip"}
 
@@ -278,6 +285,8 @@ class ScriptValues:
         if spawned and id(call) not in self._bound:
             self._bound.add(id(call))
             self._bind_spawned(call)
+        if isinstance(call.func, cst.Attribute) and call.func.attr.value == "launch" and call.args:
+            self._bind_launched(call, call.func.value)
         for function in self.functions(call):
             pair = hash((id(call), id(function)))
             if pair in self._bound:
@@ -291,6 +300,26 @@ class ScriptValues:
             for position, given in enumerate(call.args):
                 name = names.get(given.keyword.value) if given.keyword is not None else None
                 if name is None and given.keyword is None and not given.star and position < len(parameters):
+                    name = parameters[position].name
+                if name is not None:
+                    self._flow(name, lambda given=given: self._values(given.value))  # type: ignore[misc]
+
+    def _bind_launched(self, call: cst.Call, owner: cst.BaseExpression) -> None:
+        """Do so for ``fabric.launch(function, …)``: the first parameter is the Fabric."""
+        if not any(each.kind is Kind.FABRIC for each in self._values(owner)):
+            return
+        for each in self._values(call.args[0].value):
+            pair = hash((id(call), id(each.site)))
+            if pair in self._bound or not isinstance(each.site, cst.FunctionDef) or not each.site.params.params:
+                continue
+            self._bound.add(pair)
+            self.calls[id(each.site)].append(call)
+            parameters = each.site.params.params
+            self._flow(parameters[0].name, lambda: self._values(owner))
+            names = {one.name.value: one.name for one in (*parameters, *each.site.params.kwonly_params)}
+            for position, given in enumerate(call.args[1:], 1):
+                name = names.get(given.keyword.value) if given.keyword is not None else None
+                if given.keyword is None and not given.star and position < len(parameters):
                     name = parameters[position].name
                 if name is not None:
                     self._flow(name, lambda given=given: self._values(given.value))  # type: ignore[misc]
@@ -438,6 +467,8 @@ class ScriptValues:
                 return frozenset({Value(Kind.ARGUMENTS, node)})
             if method in _SAME:
                 return self._values(receiver)
+            if method in _PREPARING and not self._values(receiver):
+                return _NOTHING  # its object has not flowed here yet, and what it returns would be any call's
         functions = self.functions(node)
         if functions and not self._makes_instance(node):
             return frozenset({each for one in functions for each in self._held["returned", id(one)]})
@@ -501,10 +532,7 @@ def _prepares(values: ScriptValues, call: cst.Call) -> bool:
     if not isinstance(call.func, cst.Attribute):
         return False
     method, receiver = call.func.attr.value, call.func.value
-    if method in ("prepare", "prepare_model", "prepare_data_loader", "prepare_optimizer", "unwrap_model"):
-        return values.may(receiver, Kind.ACCELERATOR)
-    names = ("setup", "setup_module", "setup_optimizers", "setup_dataloaders")
-    return method in names and values.may(receiver, Kind.FABRIC)
+    return method in _PREPARING and values.may(receiver, _PREPARING[method])
 
 
 def _methods(owner: cst.ClassDef) -> Iterable[cst.FunctionDef]:

@@ -370,7 +370,7 @@ class _Runs:
             return "all parameters are held in parts, as FSDP does: there are no replicas to compare"
         if self.result.runs:
             return None
-        untrained = compare.why_untrained(found) or compare.why_not_a_number(found)
+        untrained = compare.why_not_a_number(found) or compare.why_untrained(found)
         return None if untrained is None else f"the run on {what} trains nothing: {untrained}"
 
     def _launch(self, home: Path, ranks: int, what: str, signals: Sequence[int]) -> int:

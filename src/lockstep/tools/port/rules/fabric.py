@@ -141,6 +141,27 @@ def _is_removed(porting: Porting, call: cst.Call, _owner: cst.BaseExpression) ->
     return porting.script.is_replaced(call)
 
 
+def _launch(porting: Porting, call: cst.Call, owner: cst.BaseExpression) -> bool:
+    """Remove ``launch()``; one that is given a function becomes a call of it, with the Fabric first."""
+    why = "`lockstep run -n N` starts the ranks"
+    if not call.args:
+        return removed(why)(porting, call, owner)
+    script, values = porting.script, porting.values
+    function, given = call.args[0], call.args[1:]
+    if function.star or function.keyword is not None or not isinstance(function.value, (cst.Name, cst.Attribute)):
+        return False
+    # A function of the script is handed the Fabric, which has no name there that the analysis could follow otherwise.
+    if not values.alone(function.value, Kind.FUNCTION):
+        return False
+
+    def make() -> str:
+        return ", ".join([script.render(owner), *(script.render(each) for each in given)])
+
+    script.replace(call, lambda: f"{script.render(function.value)}({make()})")
+    porting.changed(call, porting.short(function.value), why)
+    return True
+
+
 def _no_sync(porting: Porting, call: cst.Call, _owner: cst.BaseExpression) -> bool:
     model, enabled = argument(call, "module", 0), argument(call, "enabled", 1)
     if model is None:
@@ -172,7 +193,7 @@ _FABRIC = ForeignObject(
         "is_global_zero": "{}.is_main",
     },
     methods={
-        "launch": removed("`lockstep run -n N` starts the ranks"),
+        "launch": _launch,
         "seed_everything": _is_removed,
         "setup": _READY,
         "setup_module": _READY,

@@ -253,7 +253,7 @@ def ready(*, per_rank: Callable[[Porting], bool], steps_each: bool) -> MethodRul
 
     Args:
         per_rank: returns whether the batch sizes of the script's loaders are those of each rank.
-        steps_each: a scheduler that is made ready steps once for each rank.
+        steps_each: a scheduler that is made ready steps once for each rank, where batch sizes are those of each rank.
     """
 
     def rule(porting: Porting, call: cst.Call, _owner: cst.BaseExpression) -> bool:
@@ -307,7 +307,7 @@ def _made_ready(porting: Porting, node: cst.BaseExpression, per_rank: bool, step
     if values.alone(node, Kind.OPTIMIZER) or {"step", "zero_grad"} <= called:
         return "{}"
     if values.alone(node, Kind.SCHEDULER) or ("step" in called and "parameters" not in called):
-        if steps_each:
+        if steps_each and per_rank:
             _step_each(porting, node)
         return "{}"
     if called & {"parameters", "train", "eval"}:

@@ -11,6 +11,17 @@ from lockstep.tools.port.values import Kind
 #: Numbers that name a rank's device.
 PLACES = (Kind.LOCAL_RANK, Kind.RANK, Kind.NUMBER)
 
+#: Functions whose first argument is a device's type, and no device.
+_TAKING_TYPES = {
+    "torch.autocast",
+    "torch.amp.autocast",
+    "torch.amp.autocast_mode.autocast",
+    "torch.amp.GradScaler",
+    "torch.GradScaler",
+    "torch.is_autocast_enabled",
+    "torch.get_autocast_dtype",
+}
+
 
 def port_devices(porting: Porting) -> None:
     """Give every rank its own device, which lockstep has chosen, where the script names an accelerator."""
@@ -41,12 +52,54 @@ def port_devices(porting: Porting) -> None:
 def _port_texts(porting: Porting) -> None:
     """Port devices that are written as text and kept in a variable: ``device = f"cuda:{local_rank}"``."""
     script, values = porting.script, porting.values
+    texts: set[int] = set()
     for assigned in script.all(cst.Assign):
         value = assigned.value
         chosen = value.body if isinstance(value, cst.IfExp) else value
         is_text = isinstance(chosen, (cst.SimpleString, cst.FormattedString))
         if is_text and values.may(chosen, Kind.DEVICE) and porting.runs_after_init(assigned):
             _replace(porting, value)
+            texts |= {id(each) for each in script.within(value)}
+    for node in script.nodes:
+        if isinstance(node, (cst.Name, cst.Attribute)) and any(id(each.site) in texts for each in values.of(node)):
+            _use_as_text(porting, node, texts)
+
+
+def _use_as_text(porting: Porting, node: cst.Name | cst.Attribute, texts: set[int]) -> None:
+    """Take the device's type where a variable that held text is used as text: a device is equal to no text."""
+    script = porting.script
+    outer = script.parent(node)
+    compared = outer if isinstance(outer, cst.Comparison) else script.parent(outer)
+    if isinstance(outer, (cst.Comparison, cst.ComparisonTarget)) and isinstance(compared, cst.Comparison):
+        others = [compared.left, *(each.comparator for each in compared.comparisons)]
+        if any(constant(each) == "None" for each in others):
+            return
+        names_one = ":" in script.source(compared)
+    else:
+        is_method = isinstance(outer, cst.Attribute) and outer.value is node
+        if not is_method and not (isinstance(outer, cst.Arg) and _takes_type(porting, outer)):
+            return
+        names_one = False
+    if names_one or not all(id(each.site) in texts for each in porting.values.of(node)):
+        porting.refused(
+            node,
+            porting.short(script.statement(node) if names_one else node),
+            "the device was text that is used as such here, and would be a torch.device, which is equal to no text",
+            "make it a torch.device and ask for its .type, then port again",
+        )
+        return
+    script.replace(node, lambda: f"{script.source(node)}.type")
+    porting.changed(node, f"{porting.short(node)}.type", "the device is no text any more, and its type is")
+
+
+def _takes_type(porting: Porting, given: cst.Arg) -> bool:
+    """Return whether an argument is a device's type, as text."""
+    if given.keyword is not None and given.keyword.value == "device_type":
+        return True
+    call = porting.script.parent(given)
+    if not isinstance(call, cst.Call) or porting.script.full_name(call.func) not in _TAKING_TYPES:
+        return False
+    return given is call.args[0] and (given.keyword is None or given.keyword.value == "device")
 
 
 def _replace(porting: Porting, node: cst.BaseExpression) -> None:

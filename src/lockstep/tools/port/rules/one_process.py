@@ -21,6 +21,7 @@ import libcst as cst
 from lockstep.text import in_one_line
 from lockstep.tools.port.porting import SEEDING, Porting
 from lockstep.tools.port.rules.devices import PLACES, port_devices
+from lockstep.tools.port.rules.losses import in_training, makes_loss, say_weighed_losses
 from lockstep.tools.port.script import Statement, argument, constant, is_cuda
 from lockstep.tools.port.values import DATA_PARALLEL, Kind, Loop
 
@@ -102,6 +103,7 @@ class OneProcessScript:
         done: set[int] = set()
         for loop in training:
             _Figures(porting, loop, done).port()
+        say_weighed_losses(porting, training)
         _do_once(porting)
         _say_first_batches(porting, loaders)
 
@@ -141,11 +143,7 @@ def _sums(porting: Porting, training: list[Loop]) -> bool:
         is_sum = reduction is not None and constant(reduction.value) == "sum"
         if not is_sum and (old is None or constant(old.value) != "False"):
             continue
-        makes = script.full_name(call.func).startswith("torch.nn.") and "functional" not in script.full_name(call.func)
-        function = script.function(call)
-        called = makes or any(
-            script.inside(call, each.node) or _reaches(porting, each.node, function) for each in training
-        )
+        called = makes_loss(porting, call) or in_training(porting, call, training)
         if called:
             porting.refused(
                 call,
@@ -154,19 +152,6 @@ def _sums(porting: Porting, training: list[Loop]) -> bool:
                 "divide it by the number of samples, or see docs/weights.md, then port again",
             )
             return True
-    return False
-
-
-def _reaches(
-    porting: Porting, node: cst.CSTNode, function: cst.FunctionDef | None, seen: frozenset[int] = frozenset()
-) -> bool:
-    """Return whether code calls a function, also through others."""
-    for call in porting.script.all(cst.Call, node):
-        for each in porting.values.functions(call):
-            if each is function:
-                return True
-            if id(each) not in seen and _reaches(porting, each.body, function, seen | {id(each)}):
-                return True
     return False
 
 
@@ -594,6 +579,13 @@ def _do_once(porting: Porting) -> None:
             script.replace(call.func, lambda call=call: f"{porting.world(call)}.print")  # type: ignore[misc]
         elif name == "torch.save" and statement is not None:
             _guard(porting, call, statement)
+        elif name == "torch.save":
+            porting.left(
+                call,
+                porting.short(call),
+                "every rank does this",
+                "put it on a line of its own under `if world.is_main:`",
+            )
         elif (given := argument(call, "download")) is not None and constant(given.value) == "True":
             whole = script.statement(call)
             collective = any(

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from lockstep.cli import main
 from lockstep.tools.port.port import Port, port_text
 from lockstep.tools.port.remarks import CannotPort, PortVerdict, RemarkKind
-from tests.port_forms import ACCELERATE, FABRIC, FORMS, HOROVOD, ONE_DEVICE, TORCHRUN
+from tests.port_forms import ACCELERATE, DATA_PARALLEL, FABRIC, FORMS, HOROVOD, ONE_DEVICE, TORCHRUN
 from tests.schemas import holds
 
 #: Form -> lines that the port has, and the verdict.
@@ -290,6 +290,85 @@ def test_a_function_that_fabric_launches_is_called() -> None:
     assert "batch_size=batch_size * world.world_size" in found.after
     found = ported(_launched("fabric.launch(lambda fabric: main(fabric, 8))"))
     assert found.verdict is PortVerdict.REFUSED, found.diff
+
+
+def test_a_scheduler_steps_once_where_accelerate_splits_batches() -> None:
+    after = ported(changed(ACCELERATE, "Accelerator()", "Accelerator(split_batches=True)")).after
+    assert "for _ in range" not in after
+    assert "            scheduler.step()\n" in after
+
+
+_DEVICE = '    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")\n'
+_TEXT = '    device = "cuda" if torch.cuda.is_available() else "cpu"\n'
+
+
+def test_a_device_that_was_text_is_no_text_any_more() -> None:
+    text = changed(ONE_DEVICE, _DEVICE, _TEXT)
+    text = changed(
+        text, "        optimizer.zero_grad()\n", '        pin = device == "cuda"\n        optimizer.zero_grad()\n'
+    )
+    text = changed(
+        text,
+        "        loss = nn.functional.mse_loss(model(x), y)\n",
+        "        with torch.autocast(device_type=device):\n            loss = nn.functional.mse_loss(model(x), y)\n",
+    )
+    text = changed(
+        text,
+        "    model.eval()\n",
+        '    model.eval()\n    if device.startswith("cuda") or device is None:\n        pass\n',
+    )
+    found = ported(text)
+    assert found.verdict is PortVerdict.FULLY, found.remarks
+    for line in (
+        'pin = device.type == "cuda"',
+        "with torch.autocast(device_type=device.type):",
+        'device.type.startswith("cuda")',
+    ):
+        assert line in found.after, found.diff
+    assert "device is None" in found.after
+    assert "x.to(device)" in found.after
+    found = ported(changed(text, 'device == "cuda"', 'device == "cuda:1"'))
+    assert found.verdict is PortVerdict.REFUSED, found.diff
+    assert any("equal to no text" in each.why for each in found.remarks)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "nn.functional.cross_entropy(model(x), y, ignore_index=0)",
+        "nn.functional.cross_entropy(model(x), y, weights)",
+        "nn.CrossEntropyLoss(weight=weights)(model(x), y)",
+        "((model(x) - y) * (y > 0)).sum() / (y > 0).sum()",
+        "(model(x) - y)[y > 0].mean()",
+    ],
+)
+def test_a_loss_that_is_no_mean_over_samples_is_told(loss: str) -> None:
+    found = ported(changed(ONE_DEVICE, "loss = nn.functional.mse_loss(model(x), y)\n", f"loss = {loss}\n"))
+    assert told(found, RemarkKind.LEFT) == [f"        loss = {loss}"]
+    assert any("docs/weights.md" in each.advice for each in found.remarks)
+
+
+@pytest.mark.parametrize("loss", ["nn.functional.cross_entropy(model(x), y, weight=None)", "(model(x) - y)[0].mean()"])
+def test_a_mean_over_samples_is_not_told(loss: str) -> None:
+    found = ported(changed(ONE_DEVICE, "loss = nn.functional.mse_loss(model(x), y)\n", f"loss = {loss}\n"))
+    assert told(found, RemarkKind.LEFT) == []
+
+
+def test_lockstep_is_imported_before_it_is_initialised() -> None:
+    text = changed(DATA_PARALLEL, "from torch import nn\n", "torch.manual_seed(3)\nfrom torch import nn\n")
+    for start in ("", '"""Train."""\n'):
+        after = ported(start + text).after
+        assert after.index("import lockstep\n") < after.index("lockstep.init("), after
+        assert ast.get_docstring(ast.parse(after)) == ast.get_docstring(ast.parse(start))
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['    if args.seed: torch.save(model.state_dict(), "model.pt")', '    args = 0; torch.save(args, "model.pt")'],
+)
+def test_a_save_that_is_not_alone_on_its_line_is_told(line: str) -> None:
+    text = changed(ONE_DEVICE, '    torch.save(model.state_dict(), "model.pt")', line)
+    assert told(ported(text), RemarkKind.LEFT) == [line]
 
 
 def test_half_precision_that_an_option_may_ask_for_is_refused_when_it_does() -> None:

@@ -13,7 +13,8 @@ class Recurrent(nn.Module):
         self.recurrent, self.dropout, self.last = nn.LSTM(6, 16), nn.Dropout(0.2), nn.Linear(16, 5)
 
     def forward(self, sequences: torch.Tensor) -> torch.Tensor:
-        return self.last(self.dropout(self.recurrent(sequences)[0][-1]))
+        made: torch.Tensor = self.last(self.dropout(self.recurrent(sequences)[0][-1]))
+        return made
 
 
 lockstep.init()

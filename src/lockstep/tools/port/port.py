@@ -186,19 +186,24 @@ def _drop_imports(script: Script, unused_before: frozenset[str]) -> None:
 
 
 def _add_imports(script: Script) -> None:
-    """Import lockstep, and other names that the edits use, after the script's imports."""
+    """Import lockstep, and other names that the edits use, after the script's imports that come before their use."""
+    names = [*(name for name in ("contextlib", "torch") if script.unbound(name)), "lockstep"]
+    body = script.module.body
     last = None
-    for each in script.module.body:
+    for each in body:
         if isinstance(each, (cst.FunctionDef, cst.ClassDef, cst.If, cst.For, cst.While, cst.With)):
             break
         small = each.body[0] if isinstance(each, cst.SimpleStatementLine) and each.body else None
         if isinstance(small, (cst.Import, cst.ImportFrom)):
             last = each
-    names = [name for name in ("contextlib", "torch") if script.unbound(name)]
-    lines = "\n".join(f"import {name}" for name in [*names, "lockstep"])
+        elif any(name.value in names for name in script.all(cst.Name, each)):
+            break
+    lines = "\n".join(f"import {name}" for name in names)
     if last is not None:
         script.append_line(last, lines)
-    elif isinstance(first := script.module.body[0], (cst.SimpleStatementLine, cst.BaseCompoundStatement)):
+        return
+    first = body[1] if script.module.get_docstring() is not None and len(body) > 1 else body[0]
+    if isinstance(first, (cst.SimpleStatementLine, cst.BaseCompoundStatement)):
         script.insert_before(first, lambda: lines)
 
 

@@ -7,6 +7,7 @@ import errno
 import functools
 import os
 import re
+import stat
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -146,11 +147,16 @@ def make_folders(folder: Path) -> None:
             each.mkdir(0o700, exist_ok=True)
 
 
-def write_whole(path: str | Path, data: str | bytes) -> None:
-    """Write a small file (0600) atomically: a reader sees either the previous content or all of the new one.
+def write_whole(path: str | Path, data: str | bytes, *, like: os.stat_result | None = None) -> None:
+    """Write a small file atomically: a reader sees either the previous content or all of the new one.
 
     The bytes are not forced to the disk: this is for processes that read each other's files, not for data that must
     survive a power loss.
+
+    Args:
+        path: the file.
+        data: its new content.
+        like: the status of a file whose mode and owner it gets; None: 0600.
     """
     content = data.encode(errors="backslashreplace") if isinstance(data, str) else data
     temporary = f"{path}.tmp-{os.getpid()}"
@@ -162,6 +168,9 @@ def write_whole(path: str | Path, data: str | bytes) -> None:
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(content)
+            if like is not None:
+                os.fchown(fd, like.st_uid, like.st_gid)
+                os.fchmod(fd, stat.S_IMODE(like.st_mode))
         os.rename(temporary, path)
     except OSError:
         with contextlib.suppress(FileNotFoundError):  # the folder was removed meanwhile

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.tools.port.port import port_text
-from tests.launching import LIMIT, run
+from tests.launching import LIMIT, run, wait_for
 from tests.port_forms import LAUNCH, ONE_DEVICE, SPAWN, TORCHRUN
 from tests.schemas import holds
 
@@ -118,3 +118,68 @@ while True:
     told = ["ending lockstep verify, which puts back the files that the script has changed"]
     assert done.stderr.splitlines()[1:3] == [*told, "lockstep verify: has the copies"], done
     assert sorted(each.name for each in tmp_path.iterdir()) == ["put back", "train.py"]
+
+
+#: A verify that finds the script's runs equal, and then does something else with the port's.
+_ON_THE_PORT = """
+import json, os, signal, sys
+def told(kind):
+    print(json.dumps({"verdict": kind, "code": kind.replace(" ", "-"), "contrasts": []}))
+    sys.exit(0)
+if not os.path.exists("once"):
+    open("once", "w").close()
+    told("equal bits")
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_copy_of_the_port_and_no_verify(tmp_path: Path, signum: signal.Signals) -> None:
+    verify = f"""{_ON_THE_PORT}
+def leave(*_):
+    open("put back", "w").close()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, leave)
+os.kill(os.getppid(), {int(signum)})
+while True:
+    signal.pause()
+"""
+    done = _port_by(verify, tmp_path, "--verify", "--write")
+    assert done.returncode == 128 + signum, done
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["once", "put back", "train.py"]
+    assert (tmp_path / "train.py").read_text() == TORCHRUN
+
+
+def test_a_verify_whose_command_is_killed_puts_files_back(tmp_path: Path) -> None:
+    verify = """
+import os, signal, sys
+def leave(*_):
+    open("put back", "w").close()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, leave)
+os.kill(os.getppid(), signal.SIGKILL)
+signal.alarm(30)
+while True:
+    signal.pause()
+"""
+    done = _port_by(verify, tmp_path, "--verify")
+    assert done.returncode == -signal.SIGKILL, done
+    wait_for((tmp_path / "put back").exists, "the end of verify")
+
+
+def test_a_port_that_differs_is_not_written(tmp_path: Path) -> None:
+    done = _port_by(f'{_ON_THE_PORT}\ntold("different")', tmp_path, "--verify", "--write")
+    assert done.returncode == 1, done
+    assert "train.py is not changed" in done.stderr
+    assert (tmp_path / "train.py").read_text() == TORCHRUN
+    (tmp_path / "once").unlink()
+    done = _port_by(f'{_ON_THE_PORT}\ntold("equal bits")', tmp_path, "--verify", "--write")
+    assert done.returncode == 0, done
+    assert "lockstep.replicate" in (tmp_path / "train.py").read_text()
+
+
+def test_edits_that_are_made_meanwhile_stay(tmp_path: Path) -> None:
+    verify = f'{_ON_THE_PORT}\nopen("train.py", "a").write("# mine")\ntold("equal bits")'
+    done = _port_by(verify, tmp_path, "--verify", "--write")
+    assert done.returncode == 2, done
+    assert "was changed while it was ported" in done.stderr
+    assert (tmp_path / "train.py").read_text() == f"{TORCHRUN}# mine"

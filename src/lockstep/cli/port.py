@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from lockstep.cli.options import AS_JSON, PASSES_ON, LocalPath
-from lockstep.cli.terminal import errors, print_json, say
+from lockstep.cli.terminal import errors, exit_on, print_json, say
+
+if TYPE_CHECKING:  # these need libcst
+    from lockstep.tools.port.port import Port
+    from lockstep.tools.port.verification import Verified
 
 
 @click.command(short_help="Rewrite a script for lockstep.", context_settings=PASSES_ON)
@@ -75,6 +82,7 @@ def port(
     The exit code is 0 if SCRIPT is ported, fully or in part, or uses lockstep already; 1 if it is refused, or if
     --verify finds the port different; 2 if it can't be read or verified.
     """
+    exit_on(signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     with errors(ValueError):
         if args and not verifies:
             raise ValueError(f"{args[0]}: arguments of the script are only for --verify, which runs it")
@@ -94,28 +102,43 @@ def port(
             verified = verify_both(found, VerifyRequest(count, steps, timeout, args))
             if not verified[-1].has_put_back:
                 raise NotPutBack(f"what {script} has changed could not be put back:\n{verified[-1].words}")
-        if write and is_ported:
-            with script.open("r+b") as file:  # the same file: its permissions, links and owner stay
-                file.write(found.after.encode())
-                file.truncate()
+        writes = write and is_ported and (not verified or verified[-1].is_equal)
+        if writes:
+            _write(script, found)
         if as_json:
             print_json("port", report.as_json(found, verified))
         else:
             click.echo(report.describe(found, verified, every_line=every_line))
             if is_ported:
-                _say_next(script, write, verifies)
+                _say_next(script, writes, verified)
+    if write and is_ported and not writes:
+        say(f"{script} is not changed, since the port is not known to train the same on any number of ranks")
     if found.verdict is PortVerdict.REFUSED:
         sys.exit(1)
     if verified and not verified[-1].is_equal:
         sys.exit(1 if verified[-1].code == "different" else 2)
 
 
-def _say_next(script: Path, written: bool, verified: bool) -> None:
+def _write(script: Path, found: Port) -> None:
+    """Put the port in the script's place, completely or not at all.
+
+    Raises:
+        ValueError: the script is not the one that was ported.
+    """
+    from lockstep import _files
+
+    path = script.resolve()  # a link stays
+    if path.read_bytes() != found.before.encode():
+        raise ValueError(f"{script} was changed while it was ported, so it is left as it is: port it again")
+    _files.write_whole(path, found.after, like=path.stat())
+
+
+def _say_next(script: Path, written: bool, verified: Sequence[Verified]) -> None:
     if not verified:
         click.echo(
             f"\nnext: lockstep port --verify {script} [ARGS] runs both, the script and its port, on 1 and 2 ranks"
         )
     if written:
         say(f"{script} is changed")
-    elif verified:
+    elif verified and verified[-1].is_equal:
         click.echo(f"\nnext: lockstep port --write {script} changes the file")

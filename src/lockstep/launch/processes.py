@@ -101,13 +101,14 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel SIGKILL this process when the thread that forked it ends.
+def die_with_parent(parent: int, *, by: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel end this process when the thread that forked it ends.
 
     Args:
         parent: the process that forked this one. If it is gone already, this process ends here and now.
+        by: the signal; SIGTERM for a process that has something to put back.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from lockstep.launch import processes
 from lockstep.tools.port.port import Port, port_text
 
 #: The words that start lockstep's command.
@@ -83,13 +86,20 @@ def verify_both(port: Port, request: VerifyRequest) -> list[Verified]:
 def _verify(which: str, script: Path, request: VerifyRequest) -> Verified:
     options = ["-n", request.ranks, "--steps", request.steps, "--timeout", request.timeout, "--json", "-"]
     command = [*COMMAND, "verify", *map(str, options), str(script), *request.args]
+    # SIGTERM, also where this process is killed: verify puts back what the script has changed
+    dies = functools.partial(processes.die_with_parent, os.getpid(), by=signal.SIGTERM)
     with subprocess.Popen(
-        command, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=dies,
     ) as process:
         try:
             out, err = process.communicate()
-        except KeyboardInterrupt:
-            print(_leave(process), end="", file=sys.stderr)
+        except (KeyboardInterrupt, SystemExit):  # Ctrl-C, or another signal that ends the command
+            _tell(_leave(process))
             raise
     try:
         told = json.loads(out)
@@ -106,10 +116,17 @@ def _verify(which: str, script: Path, request: VerifyRequest) -> Verified:
 
 def _leave(process: subprocess.Popen[str]) -> str:
     """End verify, and return what it has said: it puts back what the script has changed, or tells where copies are."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # another one would end the command, and what verify says
+    # (Another signal would end the command, and what verify says.)
+    before = {signum: signal.signal(signum, signal.SIG_IGN) for signum in processes.STOPPING}
     try:
         process.terminate()
-        print("ending lockstep verify, which puts back the files that the script has changed", file=sys.stderr)
+        _tell("ending lockstep verify, which puts back the files that the script has changed\n")
         return process.communicate()[1]
     finally:
-        signal.signal(signal.SIGINT, before)
+        for signum, handler in before.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+
+
+def _tell(text: str) -> None:
+    with suppress(OSError):  # the terminal is gone, which has sent the signal
+        print(text, end="", file=sys.stderr, flush=True)

@@ -43,7 +43,7 @@ from lockstep.metrics.sinks import Sink
 from lockstep.times import Times
 from lockstep.tools.evaluate.attempt import EvaluationAttempt, EvaluationEnd
 from lockstep.tools.evaluate.choice import Candidate, left_out, next_one
-from lockstep.tools.evaluate.follow import EvaluateOptions, Telling, evaluate
+from lockstep.tools.evaluate.follow import EvaluateOptions, EvaluationOutcome, Telling, evaluate
 from tests.checkpoints import State, save
 from tests.launching import LIMIT
 from tests.stores import Clock, in_memory
@@ -391,6 +391,32 @@ def test_another_checkpoint_of_the_same_name_in_a_store_is_evaluated(monkeypatch
         tell = Telling(lambda _: None, lambda _: None, lambda _step, _seconds: None)
         evaluate(EvaluateOptions(Program(__file__), root, follows=True, patience=0.5), tell)
         assert seen == [read_manifest(folder).identity] != [manifest.identity]
+
+
+def test_a_failure_stays_one_where_the_checkpoint_goes_before_the_next_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path
+    folder, manifest = _save(root, 5)
+    Lineage(root).add(folder, manifest)
+    outcomes: list[EvaluationOutcome] = []
+
+    def failed(*_: Any, **__: Any) -> EvaluationAttempt:
+        return EvaluationAttempt(EvaluationEnd.FAILED, None, "it ended with exit code 1", 1.0, 1)
+
+    def heard(outcome: EvaluationOutcome) -> None:
+        outcomes.append(outcome)
+        if outcome.again:
+            assert run_folder(root).remove(folder.name)
+
+    monkeypatch.setattr("lockstep.tools.evaluate.follow.attempt", failed)
+    said: list[str] = []
+    tally = evaluate(
+        EvaluateOptions(Program(__file__), root), Telling(heard, said.append, lambda _step, _seconds: None)
+    )
+    assert [each.end for each in outcomes] == [EvaluationEnd.FAILED]
+    assert (tally.failed, tally.missed) == ([5], [])
+    assert "removed before it could be tried again" in said[-1]
 
 
 # What is kept.

@@ -45,7 +45,7 @@ def left_out(
     *,
     after: tuple[int, int],
 ) -> list[Candidate]:
-    """Return the checkpoints that were removed before they were evaluated, oldest first.
+    """Return the checkpoints that were removed before they were evaluated, or tried again, oldest first.
 
     Args:
         known: those that this evaluator has seen, and those that the run says it has saved.

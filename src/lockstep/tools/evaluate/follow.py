@@ -213,6 +213,8 @@ class _Evaluator:
         #: Checkpoints that this evaluator has seen, or has told of; what their manifests say, by the folder itself.
         self._seen: set[Candidate] = set()
         self._told: set[Candidate] = set()
+        #: Those that this command has tried without a result, and is to try again.
+        self._failed: set[Candidate] = set()
         self._identities: dict[tuple[str, int], str] = {}
         #: The folders that are damaged, of which it was said.
         self._damaged: set[str] = set()
@@ -306,6 +308,10 @@ class _Evaluator:
         young += choice.left_out(known - self._seen, there, results, after=self._newest)
         for each in sorted(young, key=lambda one: one.age):
             self._told.add(each)
+            if each in self._failed:  # that it can't be tried again makes nothing of it good
+                self._tally.failed.append(each.age[0])
+                self._tell.say(f"step {each.age[0]}: {each.name} was removed before it could be tried again")
+                continue
             self._tally.missed.append(each.age[0])
             self._tell.outcome(EvaluationOutcome(each.name, each.digest, each.age[0], EvaluationEnd.LEFT_OUT))
         return choice.next_one(there, results)
@@ -373,8 +379,10 @@ class _Evaluator:
         has_failed = done.end in (EvaluationEnd.FAILED, EvaluationEnd.LIMIT)
         self._has_failed |= has_failed
         again = has_failed and not result.is_final and lineage.lies_there(self._folder.path, result)
+        if again:
+            self._failed.add(chosen)
         if done.end is EvaluationEnd.GONE:
-            self._tally.missed.append(result.step)
+            (self._tally.failed if chosen in self._failed else self._tally.missed).append(result.step)
         elif result.numbers is not None:
             self._tally.done.append(result.step)
         elif not again:

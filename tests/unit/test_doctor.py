@@ -6,16 +6,18 @@ import os
 import resource
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lockstep import _proc, machine
 from lockstep.launch.evidence import MemoryGroup
-from lockstep.tools.doctor import checks, child, facts, findings, trials, variables
+from lockstep.tools.doctor import checks, child, facts, findings, trials, variables, visit
 from lockstep.tools.doctor.between import (
     HostClock,
     Try,
@@ -455,6 +457,35 @@ def test_clocks_are_compared_with_each_other() -> None:
     assert levels(compare_clocks({"a": HostClock(0.0, 1.0), "b": HostClock(3.0, 1.0)})) == {Level.OK}, (
         "asked over a slow line"
     )
+
+
+class _Host:
+    def __init__(self, name: str) -> None:
+        self.name, self.heard, self.visited = name, time.time(), SimpleNamespace(facts=_MACHINE)
+
+
+class _Losing:
+    """Hosts of which the last is lost as it is asked for its time."""
+
+    def __init__(self, *names: str) -> None:
+        self._visits = [_Host(each) for each in names]
+        self.there = [*self._visits]
+
+    def ask(self, orders: dict[Any, dict[str, Any]], **_: float) -> dict[Any, Any]:
+        (visit,) = orders
+        if visit is self._visits[-1]:
+            self.there = self._visits[:-1]
+            return {}
+        visit.heard = time.time()
+        return {visit: time.time()} if orders[visit]["do"] == "clock" else {}
+
+
+def test_a_host_that_is_lost_while_clocks_are_compared_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visit, "_look_at_ways", lambda _party: iter(()))
+    for names, checks_made in ((("a", "b", "c"), ["versions", "clocks"]), (("a", "b"), ["versions"])):
+        found = list(visit._look_between(_Losing(*names), folder="x", quick=True))  # type: ignore[arg-type]
+        assert [each.about for each in found] == checks_made
+        assert not any("inf" in each.what.split() for each in found), found
 
 
 def _try(how: str = "ok", *, source: str = "a", target: str = "b", port: int = 41000, **changes: Any) -> Try:

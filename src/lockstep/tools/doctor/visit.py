@@ -326,7 +326,10 @@ class _Party:
 
 def _look_between(party: _Party, *, folder: str, quick: bool) -> Iterator[Finding]:
     yield from between.compare_versions({visit.name: visit.visited.facts for visit in party.there})
-    yield from between.compare_clocks({visit.name: _clock(party, visit) for visit in party.there})
+    clocks = {visit.name: clock for visit in party.there if (clock := _clock(party, visit)) is not None}
+    if len(party.there) < 2:  # the others were lost meanwhile, which has its own findings
+        return
+    yield from between.compare_clocks(clocks)
     yield from _look_at_folder(party, folder)
     reached = True
     for finding in _look_at_ways(party):
@@ -342,14 +345,15 @@ def _look_between(party: _Party, *, folder: str, quick: bool) -> Iterator[Findin
     yield from _try_job(party)
 
 
-def _clock(party: _Party, visit: _Visit) -> between.HostClock:
+def _clock(party: _Party, visit: _Visit) -> between.HostClock | None:
+    """Ask a host for its time; None: it was lost meanwhile, which has its own finding."""
     looks = []
     for _ in range(_CLOCKS):
         asked = time.time()
         answer = party.ask({visit: {"do": "clock"}})
         if visit in answer:
             looks.append((asked, float(answer[visit]), visit.heard))
-    return between.HostClock.of(looks or [(0.0, 0.0, float("inf"))])
+    return between.HostClock.of(looks) if looks else None
 
 
 def _look_at_folder(party: _Party, folder: str) -> Iterator[Finding]:

@@ -118,6 +118,41 @@ def test_random_numbers_of_each_rank_are_no_mistake(tmp_path: Path, script: str,
     assert "for step in loader.steps():" in done.out, "the advice is all that has to be written"
 
 
+_ADDING = """
+extra = torch.nn.Linear(5, 5)
+lockstep.replicate(extra)
+count = 0
+def add():
+    global count
+    count += 1
+    if count == 3 and ALSO:
+        optimizer.add_param_group({"params": extra.parameters()})
+    return 1.0 + (count > 3 and WRONG) * lockstep.world().rank
+"""
+
+
+@pytest.mark.parametrize(
+    ("also", "wrong", "verdict", "words"),
+    [
+        ("True", "False", "equal within rounding", ""),
+        ("True", "True", "different", ""),
+        ("lockstep.world().rank == 0", "False", "different", "the optimizers hold"),
+    ],
+)
+def test_parameters_that_are_added_are_compared(
+    tmp_path: Path, also: str, wrong: str, verdict: str, words: str
+) -> None:
+    text = (_SCRIPTS / "right_lockstep.py").read_text()
+    adding = _ADDING.replace("ALSO", also).replace("WRONG", wrong)
+    text = text.replace("for _ in range(4):\n", f"{adding}\nfor _ in range(4):\n")
+    text = text.replace("(model(images), targets)", "(model(images) + add() * extra(torch.ones(5)), targets)")
+    (tmp_path / "adds.py").write_text(text)
+    done, found = _verify(tmp_path, "adds.py")
+    assert found["verdict"] == verdict, done
+    if words:
+        assert words in _reason(found), done.out
+
+
 def test_a_script_whose_loss_is_nan_has_no_verdict(tmp_path: Path) -> None:
     text = (_SCRIPTS / "right_lockstep.py").read_text()
     (tmp_path / "lost.py").write_text(text.replace(".backward()", ".neg().sqrt().backward()"))

@@ -180,8 +180,14 @@ def measure(first: Observation, other: Observation) -> Distance:
     count = min(first.steps, other.steps)
     orders = [[note.optimizer for note in each.first.steps[:count]] for each in (first, other)]
     used = sorted({*orders[0]})
-    if orders[0] != orders[1] or any(
-        first.first.optimizers[i].shapes != other.first.optimizers[i].shapes for i in used
+    counts = [
+        {tuple(len(note.parameters) for note in rank.steps[:count]) for rank in each.ranks} for each in (first, other)
+    ]
+    if (
+        orders[0] != orders[1]
+        or counts[0] != counts[1]
+        or len(counts[1]) > 1
+        or any(first.first.optimizers[i].shapes != other.first.optimizers[i].shapes for i in used)
     ):
         return Distance(first, other, [], same_layout=False)
     steps: list[StepDifference] = []
@@ -190,15 +196,21 @@ def measure(first: Observation, other: Observation) -> Distance:
     for step in range(1, count + 1):
         optimizer, tensors = orders[0][step - 1], range(len(first.optimizer(step).shapes))
         ours, theirs = first.numbers(step), other.numbers(step)
-        if optimizer not in before:
-            before[optimizer] = [ours[f"b{i}"] for i in tensors], [theirs[f"b{i}"] for i in tensors]
+        if "b0" in ours or optimizer not in before:  # the first step, or the first with parameters that were added
+            before[optimizer] = _of(ours, "b", tensors), _of(theirs, "b", tensors)
+        if optimizer not in start:
             pairs = list(zip(*before[optimizer], strict=True))
             start[optimizer] = np.array([_rms(_gap(a, b)) / max(_size(a), 1e-300) for a, b in pairs])
-        after = [ours[f"p{i}"] for i in tensors], [theirs[f"p{i}"] for i in tensors]
+        after = _of(ours, "p", tensors), _of(theirs, "p", tensors)
         gradients = [(_or_zero(ours, theirs, i), _or_zero(theirs, ours, i)) for i in tensors]
         steps.append(_measure_step(first, other, step, before=before[optimizer], after=after, gradients=gradients))
         before[optimizer] = after
     return Distance(first, other, steps, start)
+
+
+def _of(numbers: dict[str, Array], kind: str, tensors: Iterable[int]) -> list[Array]:
+    """Return the numbers of one kind; those of parameters that are not there yet are none."""
+    return [numbers.get(f"{kind}{i}", np.zeros(0, np.float32)) for i in tensors]
 
 
 def _measure_step(
@@ -374,7 +386,7 @@ def untrained_parameters(run: Observation) -> list[str]:
         names = [
             name
             for i, (name, called) in enumerate(zip(optimizer.names, optimizer.called, strict=False))
-            if not called and all(note.gradients[i] is None for note in notes)
+            if not called and all(i >= len(note.gradients) or note.gradients[i] is None for note in notes)
         ]
         if names:
             texts.append(

@@ -108,7 +108,8 @@ class Observer:
         #: Optimizer -> its index; the number of optimizers that have a note; the nesting depth of the calls of step()
         #: under way.
         self._optimizers: dict[torch.optim.Optimizer, int] = {}
-        self._introduced = 0
+        #: The parameters of each that were named.
+        self._held: dict[torch.optim.Optimizer, int] = {}
         self._in_steps = 0
         self._step = 0
         self._has_ended = False
@@ -320,6 +321,7 @@ class Observer:
         params = list(_parameters(optimizer))
         if optimizer not in self._optimizers:
             self._optimizers[optimizer] = len(self._optimizers)
+        if len(params) > self._held.get(optimizer, 0):  # its first step, or the one after add_param_group
             self._keep("b", params)
         self._before = [hexdigest(_plain_values(each)) for each in params]
         if not has_closure:
@@ -337,7 +339,7 @@ class Observer:
         if has_closure:
             self._take_gradients(params)
         self._keep("p", params)
-        if self._optimizers[optimizer] == self._introduced:
+        if len(params) > self._held.get(optimizer, 0) or optimizer not in self._held:
             self._introduce(optimizer, params)
         self._step += 1
         note = StepNote(
@@ -365,9 +367,8 @@ class Observer:
 
     def _introduce(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
         """Name the parameters, after the first step: a closure may have called the model in it for the first time."""
-        self._introduced += 1
         left_out = sum(len(group["params"]) for group in optimizer.param_groups) - len(params)
-        if left_out:
+        if left_out and optimizer not in self._held:
             text = f"{left_out} parameters of {type(optimizer).__name__} are held in parts, as FSDP does, and left out"
             self._writer.add("remark", {"text": text})
         names = _names([root for each in self._roots if (root := each()) is not None])
@@ -382,7 +383,8 @@ class Observer:
             called,
         )
         self._note_spacing(note.spacings)
-        self._writer.add("optimizer", asdict(note))
+        self._held[optimizer] = len(params)
+        self._writer.add("optimizer", asdict(note) | {"index": self._optimizers[optimizer]})
 
     def _take_gradients(self, params: Sequence[Tensor]) -> None:
         gradients = [each.grad for each in params]

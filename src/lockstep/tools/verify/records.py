@@ -233,7 +233,8 @@ def _read_rank(folder: Path, rank: int) -> RankNotes:
             batches = [ForwardRecord(**each) for each in content.pop("batches")]
             notes.steps.append(StepNote(**content, losses=losses, batches=batches))
         elif kind == "optimizer":
-            notes.optimizers.append(OptimizerNote(**content))
+            index = content.pop("index", len(notes.optimizers))  # told again where parameters were added
+            notes.optimizers[index : index + 1] = [OptimizerNote(**content)]
         elif kind == "about":
             notes.about = content
         elif kind == "spacing":

@@ -145,7 +145,7 @@ def test_parameters_that_are_added_are_compared(
     text = (_SCRIPTS / "right_lockstep.py").read_text()
     adding = _ADDING.replace("ALSO", also).replace("WRONG", wrong)
     text = text.replace("for _ in range(4):\n", f"{adding}\nfor _ in range(4):\n")
-    text = text.replace("(model(images), targets)", "(model(images) + add() * extra(torch.ones(5)), targets)")
+    text = text.replace("(model(images), targets)", "(model(images), targets) + add() * extra(torch.ones(5)).sum()")
     (tmp_path / "adds.py").write_text(text)
     done, found = _verify(tmp_path, "adds.py")
     assert found["verdict"] == verdict, done

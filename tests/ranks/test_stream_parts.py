@@ -239,7 +239,7 @@ def _load_with(shares: list[float] | None, state: dict[str, Any]) -> tuple[int, 
 def test_a_position_inside_an_epoch_is_one_of_the_same_shares() -> None:
     unequal, equal = run_ranks(_positions_with, 2, [2, 1])[0], run_ranks(_positions_with, 2, None)[0]
     assert [state.get("shares") for state in unequal] == [[2, 1]] * 3
-    assert all("shares" not in state for state in equal)
+    assert [state.get("shares") for state in equal] == [[1, 1]] * 3
     refused = [(None, unequal, "4 and 2", "3 and 3"), ([1, 2], unequal, "4 and 2", "2 and 4")]
     for shares, states, before, now in [*refused, ([2, 1], equal, "3 and 3", "4 and 2")]:
         inside, *ended = states
@@ -251,6 +251,8 @@ def test_a_position_inside_an_epoch_is_one_of_the_same_shares() -> None:
             assert [epoch for epoch, _ in run_ranks(_load_with, 2, shares, state)] == [state["cursor"]["epoch"]] * 2
     assert run_ranks(_load_with, 2, [4, 2], unequal[0]) == [(0, 8), (0, 10)], "the same in other numbers"
     assert run_ranks(_load_with, 2, [1, 1], equal[0]) == [(0, 9), (0, 9)]
+    of_before = {key: value for key, value in unequal[0].items() if key != "shares"}
+    assert run_ranks(_load_with, 2, [2, 1], of_before) == [(0, 8), (0, 10)], "from a version that did not note them"
     damaged: list[Any] = [[1], [1, -1], "12", [1, "x"]]
     for each in damaged:
         for outcome in collect_outcomes(_load_with, 2, None, {**unequal[0], "shares": each}):

@@ -67,6 +67,8 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "NumPy's old generator": (lambda: np.random.RandomState(5), lambda held: held.random_sample()),
     "a bit generator": (lambda: np.random.MT19937(5), lambda held: held.random_raw()),
     "Python's generator": (lambda: random.Random(5), lambda held: held.random()),
+    "a long deque": (lambda: deque(range(9000), maxlen=9000), lambda held: held.append(4)),
+    "a large array that is transposed": (lambda: np.zeros((90, 80)).T, lambda held: _set_first(held[0])),
     "a full deque": (lambda: deque([1, 2, 3], maxlen=3), lambda held: held.append(4)),
     "an array of Python": (lambda: array.array("d", [1, 2]), _set_first),
     "bytes": (lambda: bytearray(4), _set_first),
@@ -191,6 +193,44 @@ def test_the_extra_state_of_modules_is_that_of_the_point() -> None:
     assert run.model_state()["0._extra_state"]["seen"] == 4
     assert then.extra_state("average")["module._extra_state"]["seen"] == 0
     assert run.extra_state("average")["module._extra_state"]["seen"] == 1
+
+
+class _Fresh(_Extra):
+    """A module that makes its state anew each time that it is asked for."""
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": self.seen, "history": self.history.clone()}
+
+
+class _Unlike(_Extra):
+    """A module whose state is never twice the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def get_extra_state(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"seen": self.seen, "asked": self.asked}
+
+
+def test_an_extra_state_that_is_made_anew_for_each_look_is_known_by_what_it_holds() -> None:
+    model = _Fresh(2000)
+    _, rest = _trained(model)
+    copies = rest.at(rest.points[0]).model_state(), rest.at(rest.points[0]).model_state()
+    assert all(each["_extra_state"]["seen"] == 3 for each in copies)
+    model(torch.ones(2))
+    state = rest.at(rest.points[0]).model_state()["_extra_state"]
+    assert (state["seen"], state["history"].tolist()) == (3, [3.0] * 2000)
+
+
+def test_of_an_extra_state_that_is_never_twice_the_same_it_is_what_it_is_now() -> None:
+    model = _Unlike()
+    _, rest = _trained(model)
+    asked = model.asked
+    model(torch.ones(2))
+    assert rest.at(rest.points[0]).model_state()["_extra_state"]["seen"] == 4
+    assert asked <= 4, "it is not asked at each step"
 
 
 def test_what_hooks_add_to_a_state_dict_is_that_of_the_point() -> None:

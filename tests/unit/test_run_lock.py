@@ -154,6 +154,14 @@ def test_a_stopped_owner_still_is_the_owner(tmp_path: Path) -> None:
             RunLock(tmp_path)
 
 
+def test_a_host_that_is_renamed_is_the_same_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = RunLock(tmp_path)
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    monkeypatch.setenv("LOGNAME", "somebody")
+    held.check()
+    held.release()
+
+
 def test_a_lock_that_the_program_lost_is_taken_again(tmp_path: Path) -> None:
     held = RunLock(tmp_path)
     (tmp_path / LOCK_FILE).read_bytes()  # as shutil.copytree does, for instance

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from lockstep.job import terminal
+from lockstep.launch import console
 from lockstep.launch.evidence import facts
 from tests.launching import LIMIT, wait_for
 
@@ -109,6 +110,15 @@ def test_a_stream_of_the_programs_own_stays(stream: object, monkeypatch: pytest.
     monkeypatch.setattr(sys, "stdout", stream)
     terminal.outlive()
     assert sys.stdout is stream
+
+
+def test_a_message_goes_to_whatever_stands_for_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a test of the user's that captures it in memory, for instance."""
+    memory = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr(sys, "stderr", memory)
+    console.show("a message")
+    memory.seek(0)
+    assert memory.read() == "a message\n"
 
 
 _SHOWS = """

@@ -392,9 +392,12 @@ class SideSaver:
             if agreed.refused:
                 self._say_refused(agreed.refused, agreed.action)
                 return
+            if agreed.action is not Action.STOP:  # what is asked for from here on is another save
+                self._requests.save = False
             try:
                 saved, step = self._save(saver, number, agreed.everyone)
             except CheckpointError as error:
+                self._requests.save |= agreed.action is Action.SAVE
                 self._say_refused(str(error), agreed.action)
                 return
             callsite.tell_all(saved.warnings)
@@ -407,7 +410,6 @@ class SideSaver:
             if agreed.action is Action.STOP:
                 self._leave(saved, step, number)
                 return
-            self._requests.save = False
             self._say(f"saved at step {step} in {saved.folder}, from the side: the loop had not come to its next step")
         finally:
             self._attempts, self._tried_at = number, time.monotonic()

@@ -87,8 +87,8 @@ def name_of_draft(draft: PurePath) -> str:
 
 
 def is_locked(folder: Path, *, on: Storage = POSIX) -> bool:
-    """Return whether a process holds a draft: its save is under way."""
-    with _unless_gone():
+    """Return whether a process holds a draft: its save is under way. False where this user may not look."""
+    with _unless_gone(), contextlib.suppress(PermissionError):
         opened = on.open_folder(folder)
         try:
             return try_flock(opened, fcntl.LOCK_SH) is False

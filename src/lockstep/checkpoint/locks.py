@@ -59,7 +59,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, ClassVar
@@ -249,7 +249,8 @@ class RunLock:
         """Make sure that the folder is still this job's: to be called right before a commit.
 
         Raises:
-            CheckpointError: the job has gone on without this process, in a later round.
+            CheckpointError: the job has gone on without this process, in a later round; or this process has lost its
+                lock, and another job has taken it.
         """
         self._held.check()
 
@@ -397,7 +398,9 @@ def _is_still_held(fd: int) -> bool:
 
 
 def _is_this_process(owner: Owner) -> bool:
-    return owner == replace(Owner.this_process(), since=owner.since)
+    # (What else describes it may change while it runs: the host's name, the user's in the environment.)
+    mine = Owner.this_process()
+    return (owner.boot, owner.namespace, owner.pid, owner.start) == (mine.boot, mine.namespace, mine.pid, mine.start)
 
 
 def _round() -> dict[str, Any]:

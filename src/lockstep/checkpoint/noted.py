@@ -14,7 +14,9 @@ tensors (an average of weights), or tensors on an accelerator, for which a copy 
 their mark is that of the point they hold what they held then, and afterwards their state of then is not known.
 
 What a module's state dict has besides parameters and buffers (``get_extra_state``, hooks) is looked at in the same way,
-by what the module returns, since nothing tells where it keeps that. Modules without any cost nothing.
+by what the module returns, since nothing tells where it keeps that; tensors of it by their values, since they may be
+made anew each time. Where two looks one after the other differ, or tensors of it come from a model on an accelerator,
+for which each look may wait, a save takes what it is then. Modules without any cost nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -49,6 +52,8 @@ _MOST = 4096
 #: The most bytes of tensors that are copied with an object, and of an array of which a digest is taken; those that are
 #: compared themselves.
 _SMALL, _SMALL_ARRAY = 2**20, 4096
+#: The values at each end of a long deque that are looked at.
+_ENDS = 32
 
 
 def copied(state: Any) -> Any:
@@ -171,6 +176,8 @@ class Objects:
         self._numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._last_number = 0
         self._too_large: set[str] = set()
+        #: True if tensors are told apart by what they hold, and not by who they are.
+        self._by_value = False
         self._last: dict[str, Noted] = {}
 
     def note(self) -> dict[str, Noted]:
@@ -214,8 +221,14 @@ class Objects:
         leaves: list[Any] = []
         tensors: list[torch.Tensor] = []
         try:
-            attributes = [] if isinstance(thing, BesideTensors) else _attributes_of(thing)
+            self._by_value = isinstance(thing, BesideTensors)  # what is made anew for each look
+            attributes = [] if self._by_value else _attributes_of(thing)
             self._walk(attributes or thing.state_dict(), leaves, tensors, {id(thing)})
+            if isinstance(thing, BesideTensors) and name not in self._last:
+                again: list[Any] = []
+                self._walk(thing.state_dict(), again, [], {id(thing)})
+                if again != leaves or (tensors and thing.is_on_accelerator):
+                    raise _TooLargeError  # nothing tells a change from none, or each look may wait for the device
         except _TooLargeError:
             self._too_large.add(name)
             return None, False
@@ -228,7 +241,9 @@ class Objects:
             leaves.append(value)
         elif isinstance(value, torch.Tensor):
             if id(value) not in self._ids:  # type: ignore[operator]  # set before
-                leaves.append((self._number_of(value), -1 if value.is_inference() else value._version))
+                leaves.append(_value_of(value) if self._by_value else None)
+                if leaves[-1] is None:
+                    leaves[-1] = (self._number_of(value), -1 if value.is_inference() else value._version)
                 tensors.append(value)
         elif id(value) in seen:
             return
@@ -274,6 +289,8 @@ class Objects:
         parts = _attributes_of(value)
         if isinstance(value, Mapping):
             return [part for item in [*value.items()] for part in item] + parts  # (another thread may change it)
+        if isinstance(value, deque) and len(value) > 2 * _ENDS:  # what comes and goes does so at its ends
+            return [*islice(value, _ENDS), *islice(reversed(value), _ENDS), *parts]
         return [*value, *parts] if isinstance(value, _HOLDERS) else parts
 
 
@@ -291,12 +308,20 @@ def _attributes_of(value: Any) -> list[Any]:
     return found
 
 
+def _value_of(tensor: torch.Tensor) -> object:
+    """Return what a tensor holds; None where that would take long to find out."""
+    if not tensor.is_cpu or tensor.layout != torch.strided or tensor.nbytes > _SMALL:
+        return None
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return (tensor.dtype, tuple(tensor.shape), values if len(values) <= _SMALL_ARRAY else digest_of(values))
+
+
 def _bytes_of(array: np.ndarray[Any, Any]) -> bytes | str:
     """Return what an array holds, or of a large one a digest of its beginning."""
     if array.nbytes <= _SMALL_ARRAY:
         return array.tobytes()
     count = min(array.size, _SMALL // max(1, array.itemsize))
-    return digest_of((array.reshape(-1) if array.flags.c_contiguous else array.flat)[:count].tobytes())
+    return digest_of(array.ravel(order="K")[:count].tobytes())  # (by memory: at no copy, however it is transposed)
 
 
 def _state_of_generator(value: Any) -> Any:
@@ -356,6 +381,11 @@ class BesideTensors:
 
     def __bool__(self) -> bool:
         return bool(self._modules or self._others)
+
+    @property
+    def is_on_accelerator(self) -> bool:
+        """Whether parameters of the module are on an accelerator."""
+        return any(not param.is_cpu for param in self._owner.parameters())
 
     def state_dict(self) -> dict[str, Any]:
         """Return it, under the names of the bare module."""

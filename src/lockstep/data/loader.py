@@ -312,7 +312,7 @@ class ShardedLoader(LoopHooks):
             drop_last=self.drop_last,
             num_workers=self.num_workers if self._source.order == "stream" else None,
             parts=None if self._source.split_by is None else self._world.world_size,
-            shares=None if self._source.split_by is None or self._source.shares is None else [*self._source.shares],
+            shares=None if self._source.split_by is None else [*(self._source.shares or (1,) * self._world.world_size)],
             drawn=drawn if cursor.in_epoch else None,
             slices=slices,
             threads=None if self._options is None else self._options.threads,

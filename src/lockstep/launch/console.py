@@ -131,13 +131,20 @@ def show(text: str) -> None:
     stream = sys.stderr
     if stream is None:  # closed when Python started; print would take standard output instead
         return
-    if not isinstance(stream, io.TextIOWrapper) or stream.closed or stream.fileno() != _shown.fd:
+    if not isinstance(stream, io.TextIOWrapper) or stream.closed or _descriptor_of(stream) != _shown.fd:
         print(text, file=stream, flush=True)  # a notebook's, or the program's own
         return
     if not _shown.waiting and _shown.has_room(0.0):
         with contextlib.suppress(OSError):  # the message meets the same
             stream.flush()  # what the program has begun
     _shown.add(f"{text}\n".encode(stream.encoding, errors="backslashreplace"))
+
+
+def _descriptor_of(stream: io.TextIOWrapper) -> int | None:
+    try:
+        return stream.fileno()
+    except (OSError, ValueError):  # it is in memory, as a test's
+        return None
 
 
 def met() -> None:

@@ -273,6 +273,11 @@ def gradient_hooks(param: torch.Tensor) -> int:
     return 0 if hooks is None else len(hooks)
 
 
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether autograd takes ``tensor`` for a view of another one."""
+    return tensor._is_view()
+
+
 def foreach_copy() -> Callable[[Any, Any], object]:
     """Return the function that copies a list of tensors into another one.
 

@@ -8,7 +8,7 @@ JOB_FAULTS = [
     Fault(
         "ranks outlive the process that started them",
         "launch/processes.py",
-        "    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)\n",
+        "    _prctl(_PR_SET_PDEATHSIG, by)\n",
         "",
         ("tests/ranks/test_run_orphans.py",),
     ),

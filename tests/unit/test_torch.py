@@ -283,6 +283,15 @@ def test_gradient_hooks() -> None:
     assert counts == [0, 1, 2]
 
 
+def test_a_new_gradient_is_no_view() -> None:
+    """But a part of a bucket is: what :mod:`lockstep.ddp.accumulated` tells them apart by."""
+    weight = torch.ones(3, requires_grad=True)
+    (weight * 2).sum().backward()
+    assert weight.grad is not None
+    assert not _torch.is_view(weight.grad)
+    assert _torch.is_view(torch.zeros(4).split([3, 1])[0])
+
+
 def test_foreach_copy() -> None:
     targets, sources = [torch.zeros(2), torch.zeros(3, dtype=torch.float64)], [torch.ones(2), torch.full((3,), 2.0)]
     _torch.foreach_copy()(targets, sources)

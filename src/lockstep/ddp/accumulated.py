@@ -143,7 +143,7 @@ class AccumulatedWeights:
         grad = param.grad
         if grad is None:
             return True
-        if grad._is_view() or torch.is_grad_enabled():
+        if _torch.is_view(grad) or torch.is_grad_enabled():
             return False
         return grad._version == 0 or (
             not self.early_has_accumulated

@@ -204,3 +204,17 @@ def _parse(text: str) -> Stat | None:
     if len(fields) < 20:
         return None
     return Stat(fields[0], (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[19]), int(fields[1]))
+
+
+def cgroup_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders of this process's cgroup and of those above it, from its own on, that ``controller`` may limit:
+    each with whether it is of version 1. None where the kernel does not say.
+
+    In a container the path may be one of the host's, and what is mounted is the container's own group: the last folder.
+    """
+    for line in text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            mount, inside = root / "sys/fs/cgroup" / (controller if controllers else ""), Path(path.lstrip("/"))
+            for group in (inside, *inside.parents):
+                yield mount / group, bool(controllers)

@@ -106,25 +106,17 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     """Return the CPU quota in cores of this process's cgroup, the least of its own and of those above; None: there is
     none.
 
-    In a container the path of the group may be one of the host's, and what is mounted is the container's own group.
-
     Args:
         root: the folder with ``/proc`` and ``/sys``.
     """
     found: list[float] = []
-    for line in _proc.text(root / "proc/self/cgroup").splitlines() or ["0::/"]:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount, inside = root / "sys/fs/cgroup" / ("cpu" if controllers else ""), Path(path.lstrip("/"))
-        for group in dict.fromkeys((inside, *inside.parents, Path())):
-            folder = mount / group
-            if controllers:
-                said = [_proc.text(folder / "cpu.cfs_quota_us"), _proc.text(folder / "cpu.cfs_period_us")]
-            else:
-                said = _proc.text(folder / "cpu.max").split()
-            if len(said) == 2 and said[0].strip() and said[0] != "max" and float(said[0]) > 0:
-                found.append(float(said[0]) / float(said[1]))
+    for folder, is_v1 in [*_proc.cgroup_folders("cpu", root)] or [(root / "sys/fs/cgroup", False)]:
+        if is_v1:
+            said = [_proc.text(folder / "cpu.cfs_quota_us"), _proc.text(folder / "cpu.cfs_period_us")]
+        else:
+            said = _proc.text(folder / "cpu.max").split()
+        if len(said) == 2 and said[0].strip() and said[0] != "max" and float(said[0]) > 0:
+            found.append(float(said[0]) / float(said[1]))
     return min(found, default=None)
 
 

@@ -188,22 +188,12 @@ def _without_cache(core: Core) -> Core:
 
 
 def _cpuset(root: Path) -> frozenset[int]:
-    """Return the CPUs of this process's cgroup (version 2 or 1), or of the next one above that tells; none: none does.
-
-    In a container the path may be one of the host's, and what is mounted is the container's own group.
-    """
-    for line in _proc.text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpuset" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / ("cpuset" if controllers else "")
-        names = ("cpuset.effective_cpus", "cpuset.cpus") if controllers else ("cpuset.cpus.effective",)
-        inside = Path(path.lstrip("/"))
-        for group in (inside, *inside.parents):
-            for name in names:
-                found = parse_cpus(_proc.text(mount / group / name))
-                if found:
-                    return found
+    """Return the CPUs of this process's cgroup, or of the next one above that tells; none: none does."""
+    for folder, is_v1 in _proc.cgroup_folders("cpuset", root):
+        for name in ("cpuset.effective_cpus", "cpuset.cpus") if is_v1 else ("cpuset.cpus.effective",):
+            found = parse_cpus(_proc.text(folder / name))
+            if found:
+                return found
     return frozenset()
 
 

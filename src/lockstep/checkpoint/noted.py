@@ -37,6 +37,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lockstep.bits import hexdigest
 from lockstep.checkpoint.encoding import digest_of
 from lockstep.checkpoint.match import plain_names, under_plain_names
 from lockstep.errors import CheckpointError
@@ -312,8 +313,7 @@ def _value_of(tensor: torch.Tensor) -> object:
     """Return what a tensor holds; None where that would take long to find out."""
     if not tensor.is_cpu or tensor.layout != torch.strided or tensor.nbytes > _SMALL:
         return None
-    values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return (tensor.dtype, tuple(tensor.shape), values if len(values) <= _SMALL_ARRAY else digest_of(values))
+    return tensor.dtype, tuple(tensor.shape), hexdigest(tensor)
 
 
 def _bytes_of(array: np.ndarray[Any, Any]) -> bytes | str:

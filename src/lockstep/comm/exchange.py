@@ -67,7 +67,7 @@ def all_gather_tensors(
         CollectiveTimeout, PeerLost: another rank is late or gone.
     """
     device = group_device(group) if device is None else device
-    mine = None if tensor is None else tensor.detach().resolve_conj().resolve_neg().to(device).contiguous()
+    mine = None if tensor is None else _as_indexed(tensor, device)
     kinds = [_TensorSpec.loads(record) for record in all_gather_records(_TensorSpec.dumps(mine), group)]
     padded = torch.zeros(max(0 if kind is None else kind.nbytes for kind in kinds), dtype=torch.uint8, device=device)
     if mine is not None:
@@ -111,7 +111,7 @@ def broadcast_tensor(
         CollectiveTimeout, PeerLost: another rank is late or gone.
     """
     device = group_device(group) if device is None else device
-    mine = None if tensor is None else tensor.detach().resolve_conj().resolve_neg().to(device).contiguous()
+    mine = None if tensor is None else _as_indexed(tensor, device)
     kind = _TensorSpec.loads(all_gather_records(_TensorSpec.dumps(mine), group)[source])
     assert kind is not None  # rank ``source`` has it
     result = torch.empty(kind.shape, dtype=kind.dtype, device=device) if mine is None else mine.clone()
@@ -119,6 +119,11 @@ def broadcast_tensor(
     if len(message):
         _wait(lambda: dist.broadcast(message, group_src=source, group=group), f"sending rank {source}'s tensor", group)
     return result
+
+
+def _as_indexed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the tensor on a device, with its elements in memory in the order of their indices."""
+    return tensor.detach().resolve_conj().resolve_neg().to(device).contiguous()
 
 
 class _TensorSpec(NamedTuple):

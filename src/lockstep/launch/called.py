@@ -145,15 +145,11 @@ class CalledRanks:
         kind = why_over(
             stopped_by=policy.stopped_by, failing=policy.failing, failed=first is not None, saved=outcome.saved
         )
-        return JobEnd(
-            kind=kind if policy.done or first is not None else None,
+        return self.launcher.job_end(
+            outcome,
+            kind if policy.done or first is not None else None,
             failed_with=1 if first is None else first.exit_code,
-            stopped_by=policy.stopped_by,
             asked_listeners=self._asked_listeners,
-            failing=policy.failing,
-            saved=outcome.saved,
-            completed=outcome.completed,
-            done=policy.done,
         )
 
     def _record_failure(self, outcome: Outcome) -> str:

@@ -24,7 +24,7 @@ from lockstep.job.files import EXIT_SAVED, FailureRecord, JobFiles, StopNote
 from lockstep.job.hang import WARMING_UP
 from lockstep.job.page import Cell, Look, Pages
 from lockstep.job.summary import RunSummary, Summary
-from lockstep.launch import console, watchdog
+from lockstep.launch import closing, console, watchdog
 from lockstep.launch.binding import Binding, bind_ranks
 from lockstep.launch.channel import Answer, Exited, Fork, Started, ZygoteHandle
 from lockstep.launch.console import say
@@ -39,7 +39,7 @@ from lockstep.launch.report import Outcome
 from lockstep.launch.spec import JobSpec, rank_environment
 from lockstep.launch.tracing import Tracer
 from lockstep.machine import is_loopback
-from lockstep.rendezvous.messages import Round
+from lockstep.rendezvous.messages import EndKind, Round
 from lockstep.runs.record import Recorder, RunEnd
 from lockstep.text import NEXT, counted
 
@@ -435,6 +435,29 @@ class Launcher:
         self.attempt = attempt
         self._record_start()
         return self.attempt
+
+    def job_end(
+        self, outcome: Outcome, kind: EndKind | None, *, failed_with: int, asked_listeners: bool
+    ) -> closing.JobEnd:
+        """Gather the facts that decide how the job ends here.
+
+        Args:
+            outcome: the last attempt's.
+            kind: the reason why that is over, if it is known.
+            failed_with: the exit code of the first rank that failed.
+            asked_listeners: whether a signal to stop reached ranks that save and leave by themselves.
+        """
+        policy = self.policy
+        return closing.JobEnd(
+            kind=kind,
+            failed_with=failed_with,
+            stopped_by=policy.stopped_by,
+            asked_listeners=asked_listeners,
+            failing=policy.failing,
+            saved=outcome.saved,
+            completed=outcome.completed,
+            done=policy.done,
+        )
 
     def conclude(self, exit_code: int, *, end: RunEnd, word: str = "") -> list[str]:
         """End the record, and return what is left to say when all ranks have ended: that those who were late have moved

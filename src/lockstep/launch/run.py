@@ -559,16 +559,14 @@ class _Run:
 
     def _end(self, verdict: Verdict | None, outcome: Outcome) -> JobEnd:
         """Gather what decides how this machine's part of the job ends."""
-        policy = self._launcher.policy
-        return JobEnd(
-            kind=None if verdict is None else verdict.kind,
+        end = self._launcher.job_end(
+            outcome,
+            None if verdict is None else verdict.kind,
             failed_with=1 if verdict is None else verdict.exit_code,
-            stopped_by=policy.stopped_by,
             asked_listeners=self._asked_listeners,
-            failing=policy.failing,
-            saved=outcome.saved,
-            completed=outcome.completed,
-            done=policy.done,
+        )
+        return replace(
+            end,
             meeting=self._stage is _Stage.MEETING,
             refused_with=self._refused_with if self._refused else None,
         )

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from torch.utils.data._utils import collate
 import lockstep
 from lockstep import _torch
 from lockstep.comm.group.fingerprint import REDUCE_OPS
-from lockstep.data.dead_workers import death_among, tells_of_a_death
+from lockstep.data.dead_workers import death_among, naming_dead_workers, tells_of_a_death
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.internals  # run on other versions of torch and Python, too
@@ -624,3 +625,31 @@ def _kill_and_wait(pid: int) -> None:
 
 def test_the_workers_of_a_loader_and_what_torch_says_of_their_death() -> None:
     run_ranks(_loses_a_worker, 1)
+
+
+class _LostIn:
+    """Batches of workers of which one dies as it hands over the next; torch's handler raises its error in vain."""
+
+    def __init__(self, batches: Iterator[Any], lost: Exception) -> None:
+        self._batches, self._workers, self._lost = batches, _torch.workers_of(batches), lost
+
+    def __iter__(self) -> Iterator[Any]:
+        yield next(self._batches)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        os.kill(self._workers[1].pid or 0, signal.SIGKILL)
+        raise self._lost
+
+
+def _names_a_worker_that_was_lost(lost: Exception) -> None:
+    batches = _LostIn(iter(DataLoader(_Pids(), batch_size=1, num_workers=2)), lost)
+    with pytest.raises(RuntimeError, match="is killed by signal: Killed") as raised:
+        list(naming_dead_workers(batches))
+    assert tells_of_a_death(raised.value)
+    assert raised.value.__cause__ is lost
+
+
+@pytest.mark.parametrize(
+    "lost", [ConnectionResetError(), EOFError(), RuntimeError("Pin memory thread exited unexpectedly")]
+)
+def test_a_worker_that_dies_is_named_though_torchs_error_is_lost(lost: Exception) -> None:
+    run_ranks(_names_a_worker_that_was_lost, 1, lost)

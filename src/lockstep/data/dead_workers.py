@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
+from lockstep import _torch
 from lockstep.errors import PeerLost
 
 Item = TypeVar("Item")
@@ -23,6 +24,8 @@ Item = TypeVar("Item")
 _DYING = 2000
 #: How torch's errors begin.
 _DEATH = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is killed by signal|exited unexpectedly)")
+#: torch's error where the connection was lost in the thread that copies batches into page-locked memory.
+_THREAD_LOST = "Pin memory thread exited unexpectedly"
 
 
 def tells_of_a_death(error: BaseException) -> bool:
@@ -31,19 +34,30 @@ def tells_of_a_death(error: BaseException) -> bool:
 
 
 def naming_dead_workers(batches: Iterable[Item]) -> Iterator[Item]:
-    """Yield ``batches`` as they come.
+    """Yield ``batches``, of a DataLoader's iterator, as they come.
 
     The death of a worker that hands over a batch first appears as a lost connection. A moment later torch's handler
-    for SIGCHLD raises an error that says which worker it was and what killed it. An error of such a kind that a worker
-    has met itself, and that torch passes on with the worker's traceback, is not waited for.
+    for SIGCHLD raises an error that says which worker it was and what killed it. That error is lost where the handler
+    interrupts a ``__del__``, of a temporary file of torch's, say; so the processes are looked at as well. An error of
+    such a kind that a worker has met itself, and that torch passes on with the worker's traceback, is not waited for.
+
+    Raises:
+        RuntimeError: a worker has died.
     """
     try:
         yield from batches
     except PeerLost:  # another rank
         raise
-    except (ConnectionError, EOFError) as error:
-        for _ in range(0 if str(error).startswith("Caught ") else _DYING):
+    except (ConnectionError, EOFError, RuntimeError) as error:
+        text = str(error)
+        if text.startswith("Caught ") or (isinstance(error, RuntimeError) and text != _THREAD_LOST):
+            raise
+        workers = _torch.workers_of(batches)
+        for _ in range(_DYING):
             time.sleep(0.01)  # the handler raises in here
+            died = death_among(workers)
+            if died is not None:
+                raise died from error
         raise
 
 

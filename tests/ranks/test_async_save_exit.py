@@ -62,6 +62,44 @@ def test_a_process_that_ends_waits_and_does_not_end_well_if_the_save_failed(
         assert read(tmp_path / "run" / whole[0]).manifest.step == 0
 
 
+_SAVED_LATER = """
+import os, signal, sys, time
+import torch, lockstep
+from lockstep.checkpoint.storage import Storage
+from torch import nn
+
+class Full(Storage):
+    def write(self, file, data, offset):
+        raise OSError(28, "No space left on device")
+
+world = lockstep.init()
+torch.manual_seed(0)
+model = nn.Linear(3, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+saved = lockstep.Checkpointer("run", model=model, optimizer=optimizer)
+for epoch in saved.epochs(1):
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    disk, saved._storage = saved._storage, Full()
+    saved.async_save()
+    saved._background._thread.join()
+    saved._storage = disk
+    model.eval()
+    if sys.argv[1] == "asked":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("asked", 75), ("not asked", 1)])
+def test_a_failed_save_does_not_count_once_the_run_was_saved_from_the_side(tmp_path: Path, how: str, code: int) -> None:
+    (tmp_path / "train.py").write_text(_SAVED_LATER)
+    done = run(["train", how], tmp_path, torch=True, LOCKSTEP_TIMES="0.3")  # no launcher has a word in it
+    assert done.code == code, done
+    assert "saving step 1 in the background failed" in done.err
+    assert ("saved from the side" in done.err) == (how == "asked")
+
+
 def test_a_forked_child_does_not_wait_for_its_parents_save() -> None:
     class Never(Background):
         def __init__(self) -> None:

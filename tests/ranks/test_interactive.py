@@ -382,6 +382,18 @@ def test_an_interrupt_in_training_comes_after_the_same_step_on_all_ranks() -> No
 
 
 @pytest.mark.usefixtures("warm_zygote")
+def test_an_interrupt_waits_for_the_same_step_of_ranks_whose_steps_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(knobs.TIMES, "to_a_step=0.1")
+    with _ranks(first=TRAINING) as ranks:
+        slow = "import time\nwhile True:\n    time.sleep(0.4); step()\n    if done == 3: print('now', flush=True)"
+        error = ranks.interrupted(slow)
+        assert isinstance(error, lockstep.CellInterrupted)
+        assert "in step" in error.traceback, "a KeyboardInterrupt where the ranks are would come in time.sleep()"
+        done = ranks.run("of_all(done)")
+        assert done[0] == done[1] >= 3
+
+
+@pytest.mark.usefixtures("warm_zygote")
 @pytest.mark.parametrize("way", ["raised", "left out", "interrupted"])
 def test_ranks_that_wait_for_one_that_will_not_come_are_freed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(knobs.TIMES, "0.2")

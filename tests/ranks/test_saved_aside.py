@@ -371,6 +371,19 @@ def test_a_nearly_full_disk_has_the_run_saved_while_there_is_room(tmp_path: Path
     assert "from the side" in finished.err
 
 
+def test_a_disk_without_room_for_a_checkpoint_is_said_in_time(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    until = ("os.kill(os.getpid() if", 'Path("run/filled").write_bytes(bytes(11_500_000)) #')
+    told = 'not Path("go on").exists()', "not saved._boundary._side._has_no_room"
+    (tmp_path / "train.py").write_text(_TRAIN.replace(*until).replace(*told))
+    argv = ["lockstep", "run", "-n", "1", "train.py", "evaluation", "-1", "1"]
+    finished = run(argv, tmp_path, torch=True, before=own_mount(tmp_path / "run", "size=14M"), LOCKSTEP_TIMES="0.1")
+    assert finished.code == 0, finished
+    words = "are left where the checkpoints go, and one takes 2.34 MiB: the next save may fail: make room for it"
+    assert words in finished.err, finished
+    assert "the run saves now" not in finished.err
+
+
 _ALONE = """
 import os, signal, sys, time, torch, lockstep
 world = lockstep.init()

@@ -46,6 +46,11 @@ if kind == "sampler":
     given = {"batch_size": 6, "sampler": WeightedRandomSampler(torch.arange(1.0, 42.0), 41)}
 elif kind == "batches":
     given, options = {"batch_sampler": Buckets()}, {"costs": lambda index: 1.0 + index % 7}
+elif kind == "state":
+    class Counting(Buckets):
+        def state_dict(self):
+            return {}
+    given = {"batch_sampler": Counting()}
 elif kind == "slices":
     options = {"slices": 5}
 elif kind == "shares":
@@ -169,6 +174,16 @@ def test_the_command_shows_samples_and_says_why_it_can_t(tmp_path: Path) -> None
     assert "run again in one process, failed with exit code 1" in done.err
     train.unlink()
     assert "train.py is not (or no longer) a file in" in run(command, tmp_path, torch=True).err
+
+
+def test_a_batch_sampler_with_a_state_is_asked_for_its_first_epoch_alone(tmp_path: Path) -> None:
+    logs = _train(tmp_path, "state", 1, -1)
+    first, *_, last = _had(tmp_path, 1, 0)
+    command = ["lockstep", "runs", "batch", str(logs), "--show", "--step"]
+    assert run([*command, str(first)], tmp_path, torch=True).code == 0
+    done = run([*command, str(last)], tmp_path, torch=True)
+    assert done.code == 2, done
+    assert "has a state of its own, which epochs before epoch 2 have changed" in done.err
 
 
 def test_steps_of_ranks_that_were_started_again_are_those_of_the_last_start(tmp_path: Path) -> None:

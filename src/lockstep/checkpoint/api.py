@@ -358,6 +358,7 @@ class Checkpointer:
             self._owns_folder = True
             moment = replace(moment, hosts=world.hosts, conditions=conditions(device), metric=metric, begun=begun)
             saved = self._write_files(plan, moment, peers, run.require_unchanged)
+        self._background.made_good()
         self._position.last_saved = moment.step
         if run.optimizer is None:
             self._position.step = max(self._position.step, moment.step)

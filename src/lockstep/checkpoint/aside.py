@@ -186,7 +186,7 @@ class SideSaver:
         #: The time at which the last attempt was over.
         self._tried_at = -math.inf
         #: The time at which the disk is looked at next, and True once it was found nearly full.
-        self._look_at_room, self._is_full = 0.0, False
+        self._look_at_room, self._is_full, self._has_no_room = 0.0, False, False
         #: The number of steps beyond which the main thread may not go; None: any. Guarded by the condition.
         self._limit: int | None = None
         self._free = threading.Condition()
@@ -353,7 +353,7 @@ class SideSaver:
                 return
 
     def _watch_room(self, now: float) -> None:
-        """**Rank 0.** Ask for a save while the disk has room for one, but not for two."""
+        """**Rank 0.** Ask for a save while the disk has room for one, but not for two, and say when there is none."""
         saver = self._saver()
         if now < self._look_at_room or saver is None or not self._world.is_main:
             return
@@ -363,8 +363,14 @@ class SideSaver:
             return
         free, size = found
         if free >= 3 * size:
-            self._is_full = False
-        elif free < 2 * size and not self._is_full and saver._has_news:
+            self._is_full = self._has_no_room = False
+        elif free < size and not self._has_no_room:
+            self._has_no_room = True
+            self._say(
+                f"only {as_size(free)} are left where the checkpoints go, and one takes {as_size(size)}: the next save may "
+                "fail: make room for it"
+            )
+        elif size <= free < 2 * size and not self._is_full and saver._has_news:
             self._is_full = True
             self._requests.save = True
             self._say(

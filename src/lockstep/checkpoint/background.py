@@ -12,8 +12,8 @@ is kept for the next save: fresh memory costs more than the copy itself, in page
 ``chunks.py``.
 
 At most one save is under way. All ranks get the same failure, since they write together; a rank raises it at the next
-save or wait. The thread is not a daemon: a process that ends waits for it, and ends with exit code 1 if it failed and
-the error was not raised.
+save or wait. The thread is not a daemon: a process that ends waits for it, and ends with exit code 1 if it failed, the
+error was not raised, and no save from the side was complete since.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Background:
         self._step = 0
         self._folder: PurePath | None = None
         self._error: BaseException | None = None
+        self._is_made_good = False
         self._pid = os.getpid()
 
     def begin(self, plan: WritePlan, *, step: int, write: Writer) -> None:
@@ -72,7 +73,7 @@ class Background:
             task = partial(write, copied, peers)
         except Exception as error:  # noqa: BLE001  (the other ranks' threads wait: they must get the error)
             task = partial(_fail_together, error, peers)
-        self._step, self._folder, self._error = step, None, None
+        self._step, self._folder, self._error, self._is_made_good = step, None, None, False
         self._thread = threading.Thread(
             target=self._run, args=(task, peers), name=f"lockstep-save-{step}", daemon=False
         )
@@ -99,6 +100,10 @@ class Background:
         """Whether a save is under way."""
         thread = self._thread
         return thread is not None and thread.is_alive()
+
+    def made_good(self) -> None:
+        """Note that a later checkpoint is complete: a process that leaves by it has lost nothing if this one failed."""
+        self._is_made_good = True
 
     def forget_records(self) -> None:
         """Remove this rank's records of the last save from the store; all ranks must have waited for it."""
@@ -130,11 +135,11 @@ class Background:
             peers.leave()
 
     def failed_unheard(self) -> bool:
-        """Wait for the last save. Return whether it failed and the error was not raised."""
+        """Wait for the last save. Return whether it failed, the error was not raised, and no later one is complete."""
         if self._pid != os.getpid() or self._thread is None:
             return False
         self._thread.join()
-        return self._error is not None
+        return self._error is not None and not self._is_made_good
 
 
 def _fail_together(error: Exception, peers: Peers) -> PurePath:

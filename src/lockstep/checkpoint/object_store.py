@@ -206,15 +206,15 @@ class ObjectStore:
     def side_by_side(self, request: Callable[[Any], Result], each: Iterable[Any]) -> Iterator[Result]:
         """Yield what ``request`` returns of each, in order, with some of them under way at a time.
 
-        It takes from ``each`` as it goes, no more than are under way.
+        It takes from ``each`` as it goes, and waits for the first of these before it takes another one.
         """
         with ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="lockstep-store") as pool:
             under_way: list[Future[Result]] = []
             try:
                 for one in each:
+                    under_way.append(pool.submit(request, one))
                     if len(under_way) == AT_A_TIME:
                         yield under_way.pop(0).result()
-                    under_way.append(pool.submit(request, one))
                 while under_way:
                     yield under_way.pop(0).result()
             finally:

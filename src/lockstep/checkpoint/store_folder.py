@@ -273,8 +273,8 @@ def _cut(blocks: Iterable[Block], written: Written) -> Iterator[bytes]:
                 held += piece[:room]
                 piece = piece[room:]
                 if len(held) == stored.OBJECT:
-                    yield bytes(held)
-                    held.clear()
+                    content, held = bytes(held), bytearray()  # (no second copy of it while it is sent)
+                    yield content
     if held:
         yield bytes(held)
 

@@ -11,6 +11,7 @@ are freed after a moment, by ending the process groups, with words that say who 
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -40,6 +41,10 @@ from lockstep.text import joined, sentence, which_ranks
 _TURN = 0.05
 #: Seconds that the ranks have to begin their process groups anew.
 _RENEWING = 60.0
+#: Ranks that are interrupted stop two steps after the one under way; they have the time of one more.
+_STEPS_TO_STOP = 4
+#: The most seconds that they have for these.
+_LONGEST_WAY = 60.0
 
 
 class _CellStage(enum.Enum):
@@ -66,6 +71,23 @@ class RemoteValue:
         return self.shown
 
 
+class _Pace:
+    """How long a step of this cell takes, by the rank that has taken the fewest; looked at while the cell runs."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._since: float | None = None
+        #: The seconds of the last one; 0.0 before there are two.
+        self.of_a_step = 0.0
+
+    def look(self, steps: int, now: float) -> None:
+        """Note that the ranks have taken so many steps."""
+        if steps > self._steps:
+            if self._since is not None:
+                self.of_a_step = (now - self._since) / (steps - self._steps)
+            self._steps, self._since = steps, now
+
+
 class RunningCell:
     """A cell on all ranks, from its beginning to its end; made by :meth:`lockstep.InteractiveRanks.begin`.
 
@@ -81,6 +103,7 @@ class RunningCell:
         self.output = {rank: KeptOutput() for rank in pool.ranks}
         self._notes: list[str] = []
         self._begun_at = {rank: pool.steps(rank) for rank in pool.ranks}
+        self._pace = _Pace()
         #: The interrupts so far, and those that had come when the last way to stop the ranks was begun.
         self._asked = self._asked_before = 0
         self._asked_at_once = False
@@ -184,6 +207,7 @@ class RunningCell:
             else:
                 self._conclude()
             return
+        self._pace.look(min(self._pool.steps(rank) - self._begun_at[rank] for rank in self._running), now)
         self._interrupt(now)
         self._free(now)
 
@@ -247,7 +271,7 @@ class RunningCell:
         if not self._asked_at_once:
             trains = all(self._pool.steps(rank) > self._begun_at[rank] for rank in self._running)
             if self._next_way is None and self._asked == 1 and trains:
-                self._next_way = now + knobs.times().to_a_step
+                self._next_way = now + self._time_to_a_step()
                 self._ask_running(InterruptCell(self._number, False))
             elif self._next_way is None or self._asked > 1 or now > self._next_way:
                 self._asked_at_once, self._next_way = True, now + knobs.times().stranded
@@ -260,6 +284,17 @@ class RunningCell:
             self._next_way, self._asked_before = now + knobs.times().parting, self._asked
             return
         self._give_up(self._running, f"{which_ranks(self._running)} did not stop when the cell was interrupted", now)
+
+    def _time_to_a_step(self) -> float:
+        """Return the seconds that the ranks have to stop after a step, and say so if a user may be waiting for it."""
+        usual, needed = knobs.times().to_a_step, _STEPS_TO_STOP * self._pace.of_a_step
+        if needed <= usual:
+            return usual
+        self._notes.append(
+            "lockstep: the ranks stop after the same step, which may take "
+            f"{math.ceil(min(needed, _LONGEST_WAY))} s; interrupt the cell again to stop them where they are"
+        )
+        return min(needed, _LONGEST_WAY)
 
     @property
     def _insists(self) -> bool:

@@ -96,7 +96,7 @@ def _drawn(loader: ShardedLoader, wanted: Wanted) -> list[GlobalBatch]:
     drawing = BatchSamplerDrawing(
         source.sampler, seed=wanted.settings["seed"], epoch=wanted.epoch, state=None, costs=source.costs
     )
-    if wanted.epoch and drawing.state() is not None:
+    if wanted.epoch and hasattr(source.sampler, "state_dict"):
         raise LockstepError(
             f"{drawing.what} has a state of its own, which epochs before epoch {wanted.epoch} have changed: it can't "
             "be asked for the batches of that epoch alone"

@@ -367,8 +367,8 @@ class SideSaver:
         elif free < size and not self._has_no_room:
             self._has_no_room = True
             self._say(
-                f"only {as_size(free)} are left where the checkpoints go, and one takes {as_size(size)}: the next save may "
-                "fail: make room for it"
+                f"only {as_size(free)} are left where the checkpoints go, and one takes {as_size(size)}: the next save "
+                "may fail: make room for it"
             )
         elif size <= free < 2 * size and not self._is_full and saver._has_news:
             self._is_full = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -379,8 +380,10 @@ def test_a_disk_without_room_for_a_checkpoint_is_said_in_time(tmp_path: Path) ->
     argv = ["lockstep", "run", "-n", "1", "train.py", "evaluation", "-1", "1"]
     finished = run(argv, tmp_path, torch=True, before=own_mount(tmp_path / "run", "size=14M"), LOCKSTEP_TIMES="0.1")
     assert finished.code == 0, finished
-    words = "are left where the checkpoints go, and one takes 2.34 MiB: the next save may fail: make room for it"
-    assert words in finished.err, finished
+    words = (
+        r"only \d+ KiB are left where the checkpoints go, and one takes 2\.3\d MiB: the next save may fail: make room"
+    )
+    assert re.search(words, finished.err), finished
     assert "the run saves now" not in finished.err
 
 

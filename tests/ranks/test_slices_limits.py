@@ -231,6 +231,92 @@ def test_mistakes_are_named_on_all_ranks(mistake: Callable[[], None], words: str
         assert re.search(words, outcome.message), outcome
 
 
+def _public_collectives() -> set[str]:
+    """The public names whose docstrings say that all ranks must call them."""
+    found = set()
+    for name in lockstep.__all__:
+        thing = getattr(lockstep, name)
+        if "**Collective" in (thing.__doc__ or ""):
+            found.add(name)
+        if isinstance(thing, type):
+            named = ((member, value.__doc__ or "") for member, value in vars(thing).items() if member[0] != "_")
+            found |= {f"{name}.{member}" for member, words in named if "**Collective" in words}
+    return found
+
+
+#: The first two are refused in words of their own, the third comes before any slice, and the others are no calls.
+_NOT_REFUSED = {"SyncBatchNorm", "gathered", "init", "bf16_compress_hook", "fp16_compress_hook"}
+
+
+def _calls_of_all_ranks(folder: str) -> set[str]:
+    """Make each of these calls in a slice, on ranks with two slices and with one; return which were refused."""
+    world = lockstep.world()
+    model, apart = _model(), _model(sync=lockstep.LocalSteps())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader, plain = _loader(slices=3), _loader()
+    saved = lockstep.Checkpointer(folder, model=model, optimizer=optimizer, loader=loader)
+    log = lockstep.Log(saved)
+    wrapped = lockstep.DistributedDataParallel(build(Net))
+    calls: dict[str, Callable[[], Any]] = {
+        "Checkpointer": lambda: lockstep.Checkpointer(f"{folder}-2", model=model),
+        "Checkpointer.async_save": saved.async_save,
+        "Checkpointer.between_steps": saved.between_steps,
+        "Checkpointer.epochs": lambda: next(saved.epochs(1)),
+        "Checkpointer.restore": saved.restore,
+        "Checkpointer.save": saved.save,
+        "DistributedDataParallel": lambda: lockstep.DistributedDataParallel(build(Net)),
+        "DistributedDataParallel.join": wrapped.join,
+        "Log": lambda: lockstep.Log(f"{folder}-2"),
+        "Log.close": log.close,
+        "Log.line": log.line,
+        "ShardedLoader.load_state_dict": lambda: plain.load_state_dict(plain.state_dict()),
+        "World.all": lambda: world.all(True),
+        "World.all_reduce": lambda: world.all_reduce(1.0),
+        "World.any": lambda: world.any(True),
+        "World.barrier": world.barrier,
+        "World.broadcast": lambda: world.broadcast(1),
+        "World.gather": lambda: world.gather(1),
+        "World.gather_in_order": lambda: world.gather_in_order([], plain),
+        "World.main_first": lambda: world.main_first().__enter__(),
+        "World.mean": lambda: world.mean(1.0),
+        "a pass": lambda: iter(plain),
+        "finish_round": lambda: lockstep.finish_round(apart),
+        "join": lambda: lockstep.join(model),
+        "once_per_machine": lambda: lockstep.once_per_machine(lambda: torch.ones(3)),
+        "replicate": lambda: lockstep.replicate(build(Net)),
+        "shard": lambda: _loader(slices=3),
+        "split": lambda: lockstep.split(range(6)),
+    }
+    refused = set()
+    for step in loader.steps():
+        for x, y in step:
+            for name, call in calls.items():
+                with pytest.raises(lockstep.LockstepError, match="needs all ranks, and was called inside a slice"):
+                    call()
+                refused.add(name)
+            log(loss=1.0)
+            cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert world.all_reduce(saved.step, "max") == saved.step
+    assert refused == set(calls)
+    log.line()
+    return refused
+
+
+def _makes_the_calls(folder: str) -> set[str]:
+    lockstep.init(timeout=20)
+    return _calls_of_all_ranks(folder)
+
+
+def test_every_call_for_all_ranks_is_refused_in_a_slice_and_sends_nothing(tmp_path: Path) -> None:
+    for refused in run_ranks(_makes_the_calls, 2, str(tmp_path / "run")):
+        assert _public_collectives() - refused <= _NOT_REFUSED
+    assert not [each for each in (tmp_path / "run").iterdir() if each.name.startswith("step")], "no step is half saved"
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == [1.0]
+
+
 def _asks(options: dict[str, Any], stream: bool) -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:

@@ -46,7 +46,7 @@ from lockstep.checkpoint.state import (
 )
 from lockstep.checkpoint.storage import POSIX, Storage
 from lockstep.checkpoint.together import together
-from lockstep.comm.calls import of_all_ranks
+from lockstep.comm.calls import of_all_ranks, refuse_apart
 from lockstep.comm.exchange import all_gather_records
 from lockstep.comm.init import current_world
 from lockstep.comm.peers import OverGroup, Peers
@@ -109,6 +109,7 @@ class Checkpointer:
     #: The file system; tests replace it.
     _storage: Storage = POSIX
 
+    @of_all_ranks("lockstep.Checkpointer()")
     def __init__(
         self,
         folder: str | PathLike[str],
@@ -218,6 +219,7 @@ class Checkpointer:
         Raises:
             CheckpointError: as :meth:`restore`; or the folder holds checkpoints and ``resume`` is False.
         """
+        refuse_apart("Checkpointer.epochs()")
         if count < 0:
             raise ValueError(f"epochs({count}): expected 0 or more")
         position = self._position
@@ -273,6 +275,7 @@ class Checkpointer:
         if not self._run.model.training if evaluating is None else evaluating:
             self._boundary.in_evaluation()
             return
+        refuse_apart("Checkpointer.between_steps()")
         loader_knows = isinstance(getattr(self._run.loader, "in_epoch", None), bool)
         self._boundary.between_steps(epoch_done=False if self._position.in_body and not loader_knows else None)
 

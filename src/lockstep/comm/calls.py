@@ -13,13 +13,17 @@ from typing import ParamSpec, TypeVar
 
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
 from lockstep.job import fates, flight
+from lockstep.step import slicing, threaded
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
 def of_all_ranks(name: str) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
-    """Decorate a public function that is collective; ``name`` is what a script calls, as ``World.mean()``."""
+    """Decorate a public function that is collective; ``name`` is what a script calls, as ``World.mean()``.
+
+    It is refused where the ranks do not come alike: see :func:`refuse_apart`.
+    """
 
     def decorate(function: Callable[Given, Result]) -> Callable[Given, Result]:
         @functools.wraps(function)
@@ -32,6 +36,16 @@ def of_all_ranks(name: str) -> Callable[[Callable[Given, Result]], Callable[Give
     return decorate
 
 
+def refuse_apart(name: str) -> None:
+    """Raise where the ranks do not come alike: in a slice, and in a forward whose replicas are threads.
+
+    Raises:
+        LockstepError: ``name``, which needs all ranks, is called in such a place.
+    """
+    slicing.refuse_in_slice(name)
+    threaded.refuse_in_replicas(name)
+
+
 class calling:  # (used as a verb, like contextlib.suppress)
     """Return a context: this rank is in ``name``, which all ranks must call. Within another one it does nothing."""
 
@@ -40,6 +54,7 @@ class calling:  # (used as a verb, like contextlib.suppress)
         self._outermost = False
 
     def __enter__(self) -> None:
+        refuse_apart(self._name)
         self._outermost = flight.begin_call(self._name)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

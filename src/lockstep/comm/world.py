@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lockstep import _torch, callsite
 from lockstep.comm import waiting
-from lockstep.comm.calls import calling, of_all_ranks
+from lockstep.comm.calls import calling, of_all_ranks, refuse_apart
 from lockstep.comm.exchange import all_gather_records, all_gather_tensors, broadcast_tensor, carrier, group_device
 from lockstep.comm.in_order.gathering import Per, gather_in_order
 from lockstep.comm.labels import compares_labels
@@ -208,7 +208,6 @@ class World:
                 every rank, over gloo on rank 0.
             PeerLost: a rank is gone; named by the ranks that name a missing one.
         """
-        slicing.refuse_in_slice("World.barrier()", self)
         limit = timedelta(seconds=self.timeout if timeout is None else timeout)
         ours = compares_labels(self.group, torch.device("cpu"))  # errors of lockstep's own backends name the ranks
 
@@ -392,7 +391,6 @@ class World:
         return mean.to(value.dtype) if value.is_floating_point() or value.is_complex() else mean
 
     def _all_reduce(self, total: torch.Tensor, op: Any, name: str) -> None:
-        slicing.refuse_in_slice(f"World.{name}()", self)
         wait_for(
             lambda: dist.all_reduce(total, op=op, group=self.group),
             lambda: f"rank {self.rank} of {self.world_size}: World.{name}()",
@@ -499,7 +497,6 @@ class World:
             LockstepError: the file can't be written; on every rank.
             CollectiveTimeout, PeerLost: another rank is late or gone.
         """
-        slicing.refuse_in_slice("World.gather_in_order()", self)
         return gather_in_order(self, outputs, source, per=per, path=path)
 
     def _shared(self, value: Any, what: str, sources: Container[int]) -> list[Any]:
@@ -507,8 +504,6 @@ class World:
 
         For a tensor the value is the kind of device on which it lies.
         """
-
-        slicing.refuse_in_slice(what, self)
 
         def attempt() -> list[Any]:
             if self.rank not in sources:
@@ -544,6 +539,7 @@ class World:
         """
         if per not in ("job", "machine"):
             raise ValueError(f"per={per!r}: expected 'job' or 'machine'")
+        refuse_apart("World.main_first()")  # before the block, on the rank that goes first as well
         goes_first = self.is_main if per == "job" else self.local_rank == 0
         failures: list[str | None] = []
         if not goes_first:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import default_collate
 
 from lockstep import callsite
-from lockstep.comm.calls import of_all_ranks
+from lockstep.comm.calls import of_all_ranks, refuse_apart
 from lockstep.comm.in_order.places import HandedOut
 from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import agreed
@@ -367,8 +367,9 @@ class ShardedLoader(LoopHooks):
         """Begin a pass over the next epoch or the rest of a loaded one; :func:`shard` says when all ranks must.
 
         Raises:
-            LockstepError: the batches are cut into slices, see :meth:`steps`.
+            LockstepError: the batches are cut into slices, see :meth:`steps`; or a slice of another loader is in hand.
         """
+        refuse_apart("a pass of a sharded loader")
         if self._slicing is not None:
             raise LockstepError(
                 f"rank {self._world.rank}: this loader was sharded with slices={self.slices}, so its loop is over "

@@ -244,6 +244,7 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     return replica_of(model).no_sync()
 
 
+@of_all_ranks("lockstep.join()")
 def join(
     *models: nn.Module | Joinable,
     divide_by_initial_world_size: bool = True,

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from lockstep import accelerator, callsite
 from lockstep._torch import ignored_by_ddp
+from lockstep.comm.calls import of_all_ranks
 from lockstep.ddp import api
 from lockstep.ddp.comm_hooks import CommHook, fp16_compress_hook
 from lockstep.ddp.members import buffers_of, ignore, parameters_of
@@ -78,6 +79,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         ReplicaMismatch, LockstepError: see :func:`lockstep.replicate`.
     """
 
+    @of_all_ranks("lockstep.DistributedDataParallel()")
     def __init__(
         self,
         module: nn.Module,

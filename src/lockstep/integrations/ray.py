@@ -106,7 +106,11 @@ def report(metrics: Mapping[str, Any], folder: str | PurePath | None = None) -> 
 
     Raises:
         ValueError: the folder is in an object store, of which Ray has a notion of its own.
+        LockstepError: a slice is in hand.
     """
+    from lockstep.comm.calls import refuse_apart  # brings torch, which only the workers need
+
+    refuse_apart("lockstep.integrations.ray.report()")
     if isinstance(folder, StorePath):
         raise ValueError(
             f"folder={folder}: Ray takes folders on file systems only: give it the metrics alone, and let the "
@@ -132,7 +136,13 @@ def save_if_preempted(checkpointer: Checkpointer, *, metrics: Mapping[str, Any] 
 
     Returns:
         The checkpoint's folder if one was saved now.
+
+    Raises:
+        LockstepError: a slice is in hand.
     """
+    from lockstep.comm.calls import refuse_apart  # as in report()
+
+    refuse_apart("lockstep.integrations.ray.save_if_preempted()")
     if checkpointer.step % _STEPS_BETWEEN_LOOKS or checkpointer in _SAVED:
         return None
     if ray.train.get_preemption_info() is None:

@@ -49,6 +49,8 @@ class Log:
     weighted as :meth:`World.mean <lockstep.World.mean>` does, so that unequal and empty shares are exact. Rank 0 writes
     the line to ``metrics.jsonl`` and hands it to the sinks. See docs/metrics.md.
 
+    **Collective** to construct.
+
     A line is due at a fixed interval of steps or seconds (at the same call on every rank), before each save of the
     Checkpointer and at the end of its ``epochs``, when :meth:`line` asks for it, and at :meth:`close`.
 
@@ -73,6 +75,7 @@ class Log:
         TypeError, ValueError: an argument is invalid.
     """
 
+    @of_all_ranks("lockstep.Log()")
     def __init__(
         self,
         run: LoggedRun | str | PathLike[str],

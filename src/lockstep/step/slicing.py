@@ -143,13 +143,14 @@ def here() -> tuple[int, ...] | None:
     return None if current is None or current.number is None else (*current.key, current.number)
 
 
-def refuse_in_slice(what: str, world: Ranks) -> None:
+def refuse_in_slice(what: str) -> None:
     """Raise if a slice is in hand.
 
     Raises:
         LockstepError: there is one.
     """
-    if in_slice():
+    if current is not None and current.number is not None:
+        world = current.world
         raise LockstepError(
             f"rank {world.rank} of {world.world_size}: {what} needs all ranks, and was called inside a slice. "
             "Each rank has another number of slices: call it after the inner loop"

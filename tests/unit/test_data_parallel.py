@@ -685,21 +685,25 @@ def test_a_criterion_with_parameters_is_replicated_too() -> None:
     assert len(list(parallel.parameters())) == 4
 
 
+class Remembering(nn.Module):
+    """Sets attributes in its forward, one of them for itself."""
+
+    last: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.calls = self._own = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self._own += 1
+        self.last = x
+        out: Tensor = self.linear(x)
+        return out
+
+
 def test_a_forward_that_sets_an_attribute_is_warned_about_once_and_keeps_the_first_replicas() -> None:
-    class Remembering(nn.Module):
-        last: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(5, 3)
-            self.calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            self.last = x
-            out: Tensor = self.linear(x)
-            return out
-
     net = Remembering()
     parallel = DataParallel(net, TWO)
     x, _ = batch()
@@ -714,6 +718,22 @@ def test_a_forward_that_sets_an_attribute_is_warned_about_once_and_keeps_the_fir
     assert net.calls == 3
     assert len(net.last) == 4
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_attributes_are_the_whole_batchs_where_one_replica_had_it_and_nothing_warns(devices: int) -> None:
+    net = Remembering()
+    parallel = DataParallel(net, ["cpu"] * devices, output_dim=0)
+    x, _ = batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallel(x[:1])
+    assert torch.equal(net.last, x[:1])
+    net.calls = net._own = 0
+    if devices == 2:
+        with pytest.warns(UserWarning, match=r"the forward sets Remembering\.(last|calls)") as caught:
+            parallel(x)
+        assert len(caught) == 2
 
 
 # The compiler hides this warning when it looks, but not from a filter that makes it an error.

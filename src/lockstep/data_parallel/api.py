@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from lockstep.data_parallel.rng import Draws
 from lockstep.data_parallel.scatter import Piece, checked_chunk_sizes, scatter
 from lockstep.data_parallel.threads import Location, Modes, run_here, run_replicas
 from lockstep.identity import Identity
+from lockstep.step import threaded
 from lockstep.trees import to_device
 
 Criterion = Callable[..., Any]
@@ -202,7 +204,7 @@ class _ParallelForward:
         if not self._devices:
             output = self._call(self._module, self._criterion, (inputs, kwargs, target))
             return output if self.options.gathers or target is not _NOT_GIVEN else [output]
-        with self._lock:  # the replicas serve one forward at a time
+        with self._lock, threaded.replicas(len(self._devices)):  # the replicas serve one forward at a time
             trees, pieces = scatter((inputs, kwargs, target), self._devices, self.options.dim, self._chunk_sizes)
             outputs = self._outputs(trees, [piece.replica for piece in pieces])
             return self._put_together(outputs, pieces, has_target=target is not _NOT_GIVEN)
@@ -214,7 +216,7 @@ class _ParallelForward:
         if len(used) == 1:
             # The first replica is the module itself, so there is nothing to copy and no thread to start.
             call = self._replica_call(0, trees[0])
-            return [self._replicas.watched(lambda: run_here(call, self._location(0)))]
+            return [self._replicas.watched(lambda: run_here(call, self._location(0)), warn=False)]
         self._replicas.equip(used)
         turn = self._draws.begin(self._replicas.training_flags(), first)
         modes = Modes.of_this_thread(first.type, sharing=1 if turn.in_turn else len(used))
@@ -223,7 +225,8 @@ class _ParallelForward:
             turn.wrapped(replica, self._devices[replica], self._replica_call(replica, tree))
             for replica, tree in zip(used, trees, strict=True)
         ]
-        outputs = self._replicas.watched(lambda: run_replicas(calls, locations, modes, in_turn=turn.in_turn))
+        run = partial(run_replicas, calls, locations, modes, in_turn=turn.in_turn)
+        outputs = self._replicas.watched(run, warn=True)
         self._draws.end(turn)
         return outputs
 

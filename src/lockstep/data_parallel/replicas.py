@@ -151,14 +151,19 @@ class Replicas:
         """Return a replica of a root."""
         return self._nodes[id(self._roots[root][1])].copies[replica]
 
-    def watched(self, forward: Callable[[], Result]) -> Result:
-        """Call ``forward`` and return its result. Warn of attributes that it set, and remember their new values."""
+    def watched(self, forward: Callable[[], Result], *, warn: bool) -> Result:
+        """Call ``forward`` and return its result. Remember the new values of attributes that it set.
+
+        Args:
+            forward: runs the replicas.
+            warn: also warn of these attributes, since other replicas have set theirs.
+        """
         try:
             result = forward()
         except BaseException:
             self._after_forward(warn=False)
             raise
-        self._after_forward(warn=True)
+        self._after_forward(warn=warn)
         return result
 
     def _after_forward(self, *, warn: bool) -> None:
@@ -279,7 +284,7 @@ class Replicas:
             if name not in before or not _is_equal(before[name], value):
                 self._warned.add(label)
                 callsite.warn(
-                    f"the forward sets {label}: with {len(self._devices)} replicas the module keeps what the first one "
+                    f"the forward sets {label}: with several replicas the module keeps what the first one "
                     "set, from its part of the batch, and the others' values are not seen. Return it from the forward, "
                     "or make it a buffer and change that in place"
                 )

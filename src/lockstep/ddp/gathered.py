@@ -35,7 +35,7 @@ from lockstep.comm.init import current_world
 from lockstep.comm.waiting import wait_for
 from lockstep.comm.world import World
 from lockstep.errors import LockstepError
-from lockstep.step import slicing
+from lockstep.step import slicing, threaded
 from lockstep.step.share import Items
 
 
@@ -54,7 +54,8 @@ def gathered(rows: Tensor) -> Tensor:
         [samples of all ranks, ...]
 
     Raises:
-        LockstepError: ``lockstep.init()`` has not been called, or a slice is in hand, which lacks samples.
+        LockstepError: ``lockstep.init()`` has not been called, or a slice is in hand, which lacks samples, or it is
+            called in a forward of :class:`lockstep.DataParallel` over several devices, on several ranks.
         ValueError: the ranks' rows differ in shape, dtype or kind of device; on every rank.
         CollectiveTimeout, PeerLost: another rank is late or gone.
     """
@@ -86,6 +87,7 @@ class _Kinds:
 @_torch.mark_untraced
 def _kinds(rows: Tensor, world: World) -> _Kinds:
     """**Collective.** Compare the rows of all ranks."""
+    threaded.refuse_in_replicas("lockstep.gathered()", world.group)
     share = world._in_hand.share_of_forward
     items = share if isinstance(share, Items) else None
     counts_nothing = rows.dim() == 0 or not rows.is_floating_point()

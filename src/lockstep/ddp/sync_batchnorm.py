@@ -37,6 +37,7 @@ from lockstep import _torch
 from lockstep.comm.exchange import issue_gather
 from lockstep.comm.init import current_world
 from lockstep.comm.waiting import wait_for
+from lockstep.step import threaded
 from lockstep.step.share import BatchesInHand, Items
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ class SyncBatchNorm(_BatchNorm):
     ``torch.nn.BatchNorm2d`` and the global batch, also when the ranks' shares are unequal or empty (Note [Synchronised
     statistics]), and the running statistics come out the same on every rank.
 
+    In a :class:`lockstep.DataParallel` over several devices the replicas are threads. On one rank each of them uses its
+    own statistics there; on several ranks that is an error.
+
     The names in its ``state_dict`` are those of torch's batch norms. Second derivatives are refused.
 
     Args:
@@ -65,6 +69,7 @@ class SyncBatchNorm(_BatchNorm):
 
     Raises:
         ValueError: the input is not [batch, C, ...], or all ranks together have no more than one value per channel.
+        LockstepError: there are several ranks, and it trains in a DataParallel over several devices.
         CollectiveTimeout, PeerLost: another rank is late or gone, in forward or in backward.
     """
 
@@ -99,6 +104,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @_torch.mark_untraced
     def _synchronised(self, input: Tensor, group: dist.ProcessGroup) -> Tensor:
+        threaded.refuse_in_replicas("a SyncBatchNorm in training", group)
         whoami = f"rank {dist.get_rank(group)} of {dist.get_world_size(group)}: SyncBatchNorm"
         statistics = _gather_statistics(input.detach(), group, whoami)
         # More than one value here is more than one in all; only otherwise is it worth waiting for the device.

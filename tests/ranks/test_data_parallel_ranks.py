@@ -98,15 +98,14 @@ def test_each_replica_of_one_rank_has_its_own_statistics() -> None:
 
 def _needs_all_ranks(what: str, sizes: list[int]) -> None:
     world = lockstep.init(timeout=20)
-    net = _normed()
-    if what == "SyncBatchNorm":
-        net = lockstep.convert_sync_batchnorm(net)
+    net = lockstep.convert_sync_batchnorm(_normed()) if what == "SyncBatchNorm" else _normed()
 
     def criterion(output: Tensor, target: Tensor) -> Tensor:
         if what == "gathered":
             return lockstep.gathered(output).square().mean()
         if what == "mean":
-            return output.sum() + world.mean(output.detach().sum())
+            scale: float = world.mean(1.0)
+            return output.sum() * scale
         return F.cross_entropy(output, target)
 
     model = lockstep.replicate(lockstep.DataParallel(net, TWO, criterion=criterion, output_dim=0))

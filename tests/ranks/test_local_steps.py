@@ -336,6 +336,97 @@ def test_an_empty_slice_leaves_its_rank_where_it_is() -> None:
     assert first == second
 
 
+_SAMPLES, _GLOBAL, _EVERY_TWO = 17, 8, 2
+
+
+def _few(samples: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    drawn = torch.randn(samples, 6, generator=generator, dtype=torch.float64)
+    return drawn[:, :5], drawn[:, 5:]
+
+
+def _inner(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that moves parameters without gradients of samples, too."""
+    return torch.optim.SGD(model.parameters(), lr=_LR, momentum=0.9, weight_decay=0.1)
+
+
+def _step_with(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    differentiate((model(inputs) - targets).square().mean())
+    optimizer.step()
+
+
+def _rounds_with_a_single_sample(overlap: bool) -> list[list[float]]:
+    """Two rounds, of whose second only one sample is left, on rank 0; parameters afterwards."""
+    world = lockstep.init(timeout=20)
+    rule = lockstep.LocalSteps(
+        every=_EVERY_TWO, outer=lambda params: torch.optim.SGD(params, lr=1.0), compress=None, overlap=overlap
+    )
+    model = lockstep.replicate(mlp().to(world.device), sync=rule)
+    optimizer = _inner(model)
+    for inputs, targets in lockstep.shard(DataLoader(TensorDataset(*_few(_SAMPLES)), _GLOBAL)):
+        _step_with(model, optimizer, inputs, targets)
+    lockstep.finish_round(model)
+    return [param.flatten().tolist() for param in model.parameters()]
+
+
+def _by_hand_with_a_single_sample(world_size: int, overlap: bool) -> list[list[float]]:
+    inputs, targets = _few(_SAMPLES)
+    models = [mlp() for _ in range(world_size)]
+    optimizers = [_inner(model) for model in models]
+    for step in range(_EVERY_TWO):
+        begin, count = step * _GLOBAL, _GLOBAL // world_size
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            mine = slice(begin + rank * count, begin + (rank + 1) * count)
+            _step_with(model, optimizer, inputs[mine], targets[mine])
+    with torch.no_grad():
+        every = zip(*(model.parameters() for model in models), strict=True)
+        means = [torch.stack(list(params)).mean(dim=0) for params in every]
+        for param, mean in zip(models[0].parameters(), means, strict=True):
+            param.copy_(param if overlap else mean)
+    before = [param.detach().clone() for param in models[0].parameters()]
+    _step_with(models[0], optimizers[0], inputs[-1:], targets[-1:])  # rank 0's way is the average
+    after = [param.detach() for param in models[0].parameters()]
+    return [(mean + (new - old)).flatten().tolist() for mean, new, old in zip(means, after, before, strict=True)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_rank_that_had_no_sample_in_a_round_does_not_count(overlap: bool) -> None:
+    """Also if momentum and decay move its parameters: 17 samples, two steps a round, and the last step has one."""
+    expected = _by_hand_with_a_single_sample(4, overlap)
+    for found in run_ranks(_rounds_with_a_single_sample, 4, overlap):
+        for values, wanted in zip(found, expected, strict=True):
+            assert values == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+def _no_sample_anywhere(pieces: bool) -> tuple[bool, bytes]:
+    """A round in which no rank has a sample; with pieces, in which only an accumulated backward has some."""
+    world = lockstep.init(timeout=20)
+    model = lockstep.replicate(mlp(), sync=lockstep.LocalSteps(every=2))
+    optimizer = _inner(model)
+    _steps(model, world.rank, 0, 3, optimizer)
+    lockstep.finish_round(model)
+    before = _bits(model)
+    optimizer.zero_grad(set_to_none=False)
+    inputs, targets = _few(4)
+    if pieces:
+        world.share = lockstep.BatchShare(2, 4)
+        with lockstep.no_sync(model):
+            differentiate((model(inputs[:2]) - targets[:2]).square().mean())
+    world.share = lockstep.BatchShare(0, 4)
+    differentiate((model(inputs[:0]) - targets[:0]).square().mean())
+    optimizer.step()
+    lockstep.finish_round(model)
+    return _bits(model) == before, _bits(model)
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_nothing_moves_where_no_rank_had_a_sample_in_a_round(pieces: bool) -> None:
+    first, second = run_ranks(_no_sample_anywhere, 2, pieces)
+    assert first == second
+    assert first[0] == (not pieces), "samples of any backward of a step count"
+
+
 def _otherwise(way: str) -> tuple[bytes, int]:
     world = lockstep.init(timeout=20)
     model = lockstep.replicate(mlp(), sync=lockstep.LocalSteps(every=3))
@@ -376,6 +467,45 @@ def test_weights_loaded_after_replicate_are_where_the_rounds_begin() -> None:
     first, second = run_ranks(_loads_weights, 2)
     assert first[0]
     assert first == second
+
+
+def _trained_from_loaded(way: str, place: str) -> list[list[float]]:
+    """Two rounds of one step each with weights that are loaded in front of one of them; parameters afterwards."""
+    world = lockstep.init(timeout=20)
+    rule = lockstep.LocalSteps(every=4, outer=lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9))
+    model = lockstep.replicate(mlp(), sync=rule)
+    forward: Callable[[Tensor], Tensor] = model
+    if way == "part by part":
+        forward = lambda inputs: model[2:](model[:2](inputs))  # noqa: E731
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for number in range(2):
+        if number == (place == "between"):
+            loaded = {name: torch.full_like(value, 0.25) for name, value in model.state_dict().items()}
+            if way == "load_state_dict":
+                model.load_state_dict(loaded)
+            for name, param in model.named_parameters() if way != "load_state_dict" else ():
+                if way == "another memory":
+                    param.data = loaded[name]
+                else:
+                    param.data.copy_(loaded[name])
+            if way == "a round without steps":
+                lockstep.finish_round(model)
+        optimizer.zero_grad()
+        differentiate(forward(batch(world.rank, number, 4, 5)).square().mean())
+        optimizer.step()
+        lockstep.finish_round(model)
+    return [param.flatten().tolist() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("place", ["before", "between"])
+@pytest.mark.parametrize(
+    "way", ["load_state_dict", "in place", "another memory", "a round without steps", "part by part"]
+)
+def test_a_round_begins_where_weights_were_loaded_in_whatever_way(way: str, place: str) -> None:
+    """An outer optimizer with a rate of its own and momentum would take a load for progress."""
+    first, second = run_ranks(_trained_from_loaded, 2, way, place)
+    assert first == second
+    assert all(value == pytest.approx(0.25, abs=1e-4) for values in first for value in values)
 
 
 def _released() -> None:

@@ -50,6 +50,8 @@ class InRounds:
         self._replica, self._rule, self._group = replica, rule, replica.group
         self._world_size = dist.get_world_size(replica.group)
         self._names: list[str] = []
+        #: True if a backward of the step under way had samples.
+        self._has_samples = False
 
     # Layout -----------------------------------------------------------------------------------------------------------
 
@@ -118,13 +120,15 @@ class InRounds:
         return items
 
     def backward_begins(self, forward: Forward, items: Items | None) -> None:
-        """See :class:`~lockstep.ddp.synchroniser.Synchroniser`."""
+        """Begin, where the first backward of a round finds what was loaded into the model since the last one."""
         if items is not None:
             raise LockstepError(
                 f"{self._replica.whoami()}: world.weigh with LocalSteps: it weights gradients, and here parameters are "
                 "averaged, with equal weights for all ranks. Remove the call, or average every gradient (without "
                 "sync=)"
             )
+        self._rounds.adopt_loaded()
+        self._has_samples |= forward.weight != 0
         self._replica.reducer.begin(sync=False, weight=forward.weight)
 
     def require_sync(self) -> None:
@@ -135,7 +139,8 @@ class InRounds:
         del forward  # buffers are made equal at the end of a round
         if self._rounds.is_due:  # no training forward has come in between
             self.between_steps()
-        self._rounds.steps += 1
+        self._rounds.count_step(has_samples=self._has_samples)
+        self._has_samples = False
 
     # Rounds, for a Checkpointer: see LocalTraining --------------------------------------------------------------------
 

@@ -139,13 +139,14 @@ class LocalRounds:
         apart.leave_alone(self.outer)
         self._refuse_other_outer()
         self._exchange = self._new_exchange()
-        #: Number of steps of this round that this rank has taken.
-        self.steps = 0
+        #: Number of steps of this round that this rank has taken, and whether any of them had samples.
+        self.steps, self._counts = 0, False
         #: Number of exchanges begun.
         self.rounds = 0
         #: Copies of the parameters when the exchange under way began; None if none is under way.
         self._left: list[Tensor] | None = None
-        self._note_versions()
+        #: The parameters' versions when they were looked at for loaded values in this round; None: they were not yet.
+        self._taken: list[int] | None = None
 
     def _refuse_other_outer(self) -> None:
         """**Collective.** Raise on all ranks if their outer optimizers differ."""
@@ -179,6 +180,11 @@ class LocalRounds:
         """Return the bytes that this rank has sent to others for the averages so far."""
         return self._exchange.sent
 
+    def count_step(self, *, has_samples: bool) -> None:
+        """Count a step; one without samples makes the way of this rank no part of the average."""
+        self.steps += 1
+        self._counts |= has_samples
+
     def between_steps(self) -> RoundOutcome | None:
         """**Collective** if something is due: end the round, or with overlap continue to end the last one.
 
@@ -190,8 +196,6 @@ class LocalRounds:
             if self.steps >= max(1, self.rule.every // 4):
                 self.apply_pending()
         if not self.is_due:
-            if self.steps == 0 and self._left is None:
-                self._adopt_loaded()
             return None
         if not self.rule.overlap:
             return self.end()
@@ -206,7 +210,9 @@ class LocalRounds:
         left, self._left = self._left, None
         if left is None or not self._exchange.is_under_way:  # (a round that failed brings nothing)
             return
-        if self._step_outer(self._exchange.finish()):
+        outcome = self._exchange.finish()
+        self._step_outer(outcome)
+        if outcome.has_steps:
             for param, anchor, before in zip(self._params, self._anchors, left, strict=True):
                 param.copy_(anchor + (param.to(anchor.dtype) - before.to(anchor.dtype)))
 
@@ -218,12 +224,13 @@ class LocalRounds:
             final: whether this rank takes no further step before all ranks have ended their rounds.
         """
         self.apply_pending()
+        self.adopt_loaded()
         self._begin(final=final)
         outcome = self._exchange.finish()
-        if self._step_outer(outcome):
+        self._step_outer(outcome)
+        if outcome.has_steps:  # otherwise the model may hold what was loaded
             for param, anchor in zip(self._params, self._anchors, strict=True):
                 param.copy_(anchor)
-        self._note_versions()
         return outcome
 
     @torch.no_grad()
@@ -236,15 +243,18 @@ class LocalRounds:
         parts = values[:ends].split([anchor.numel() for anchor in self._anchors])
         finite = torch.stack([torch.isfinite(part).all() for part in parts]).tolist() if parts else []
         bad = finite.index(False) if False in finite else -1
+        if not self._counts:
+            values.zero_()  # where momentum or a decay has moved the parameters without samples
         values += self._exchange.error
-        standing = Standing(self.rounds, self.steps, int(final), bad, _bits(self._anchors), self._mask())
-        self.steps, self.rounds = 0, self.rounds + 1
+        counts, mask = int(self._counts), self._mask()
+        standing = Standing(self.rounds, self.steps, counts, int(final), bad, _bits(self._anchors), mask)
+        self.steps, self._counts, self._taken, self.rounds = 0, False, None, self.rounds + 1
         self._exchange.begin(values, standing)
 
-    def _step_outer(self, outcome: RoundOutcome) -> bool:
-        """Let the outer optimizer step, unless no rank has trained; return whether it did."""
+    def _step_outer(self, outcome: RoundOutcome) -> None:
+        """Let the outer optimizer step, unless no rank has trained on samples."""
         if outcome.average is None:
-            return False
+            return
         ends = 0
         for run in self._runs():
             sizes = [self._anchors[at].numel() for at in run]
@@ -256,7 +266,6 @@ class LocalRounds:
                 anchor.grad = way.view_as(anchor).to(anchor.dtype) if self._params[at].requires_grad else None
         self.outer.step()
         self.outer.zero_grad()
-        return True
 
     def _runs(self) -> Iterator[range]:
         """Yield the positions of neighbours that go to another device in one copy, for which their own is waited for
@@ -277,18 +286,24 @@ class LocalRounds:
 
     # Changes from outside -------------------------------------------------------------------------------------------
 
-    def _note_versions(self) -> None:
-        self._versions = [param._version for param in self._params]
-
     @torch.no_grad()
-    def _adopt_loaded(self) -> None:
-        """Make values that were loaded into the model between two rounds the anchors, instead of a part of the way."""
-        if [param._version for param in self._params] == self._versions:
+    def adopt_loaded(self) -> None:
+        """Make values that were loaded into the model between two rounds the anchors, instead of a part of the way.
+
+        To be called before the first step of a round. The values themselves are taken, once in a round: versions do not
+        tell of a ``param.data.copy_(...)``.
+        """
+        if self.steps or self._left is not None:
             return
-        self._note_versions()
+        versions = [param._version for param in self._params]
+        if versions == self._taken:
+            return
+        self._taken = versions
         for param, anchor in zip(self._params, self._anchors, strict=True):
-            if not torch.equal(param, anchor.to(param.dtype)):  # otherwise the anchor may have more digits
+            if param.dtype == anchor.dtype:
                 anchor.copy_(param)
+            else:  # where nothing was loaded the anchor may have more digits
+                anchor.copy_(torch.where(param == anchor.to(param.dtype), anchor, param.to(anchor.dtype)))
 
     def extend(self, params: Sequence[Parameter], names: Sequence[str]) -> None:
         """**Collective.** Train more parameters: those of ``params`` that were frozen before."""
@@ -306,7 +321,7 @@ class LocalRounds:
         self._exchange = self._new_exchange()
         self._exchange.error[: len(error)] = error
         self._exchange.sent = sent
-        self._note_versions()
+        self._taken = None
 
     def _length(self) -> int:
         return sum(anchor.numel() for anchor in self._anchors)
@@ -347,8 +362,7 @@ class LocalRounds:
         elif errors:
             error[:length] = torch.stack(errors).mean(dim=0)
         self._exchange.error = error
-        self._left, self.steps = None, 0
-        self._note_versions()
+        self._left, self.steps, self._counts, self._taken = None, 0, False, None
 
 
 def _anchor_of(param: Parameter) -> Parameter:

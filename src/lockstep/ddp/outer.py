@@ -5,11 +5,11 @@ Note [The end of a round]
 Four things happen, and each needs the result of the one before:
 
 1. Every rank sends all others its :class:`Standing`. Nothing is averaged if they do not fit together, and no values are
-   sent if no rank has trained.
+   sent if no rank has trained on samples.
 2. The values are cut into as many chunks as there are ranks. Each rank sends each chunk, compressed, to the rank that
    owns it.
 3. The owner decodes the chunks received, adds them up in the order of the ranks, divides by the number of ranks that
-   have trained, and compresses the average.
+   have trained on samples, and compresses the average.
 4. The owner sends that to all, and all decode the same bytes, the owner too.
 
 So the traffic of a rank does not grow with their number: twice the compressed values, less its own chunk. An all-gather
@@ -49,6 +49,8 @@ class Standing(NamedTuple):
     round: int
     #: Number of steps that the rank has taken in this round.
     steps: int
+    #: 1 if any of these steps had samples, so that the rank's values count; else 0.
+    counts: int
     #: 1 if the rank takes no further step before all ranks have ended their rounds, else 0.
     final: int
     #: The position of the first parameter that is not finite; -1 if all are.
@@ -64,7 +66,7 @@ class RoundOutcome(NamedTuple):
 
     #: The ranks' standings, by rank.
     standings: tuple[Standing, ...]
-    #: The average, float32 [values], the same bits on all ranks; None if no rank has trained.
+    #: The average, float32 [values], the same bits on all ranks; None if no rank has trained on samples.
     average: Tensor | None
     #: This rank's error to send next, float32 [padded values]; see Note [Error feedback] in ``compression.py``.
     error: Tensor
@@ -73,6 +75,11 @@ class RoundOutcome(NamedTuple):
     def is_final(self) -> bool:
         """Return whether no rank takes a further step before all have ended the round."""
         return all(standing.final for standing in self.standings)
+
+    @property
+    def has_steps(self) -> bool:
+        """Return whether any rank has taken a step, if only without samples."""
+        return any(standing.steps for standing in self.standings)
 
     @property
     def is_even(self) -> bool:
@@ -196,7 +203,7 @@ class OuterExchange:
         yield lambda: issue_gather(told, mine, group)
         standings = tuple(Standing(*row) for row in told.tolist())
         self._refuse(standings)
-        trained = sum(standing.steps > 0 for standing in standings)
+        trained = sum(standing.counts for standing in standings)
         if not trained:
             return RoundOutcome(standings, None, self.error)
 

@@ -103,6 +103,25 @@ def test_a_rank_that_moves_is_slow_and_not_late_for_a_minute() -> None:
 @pytest.mark.parametrize(
     ("changes", "limit"),
     [
+        ({}, 60.0),
+        ({"steps": 1}, 60.0),
+        ({"phase": Phase.EVALUATE}, 60.0),
+        ({"phase": Phase.LEAVING}, 60.0),
+        ({"phase": Phase.SAVE}, 300.0),
+        ({"phase": Phase.COMPILE}, 300.0),
+    ],
+)
+def test_a_rank_that_moves_is_slow_after_a_minute_or_its_patience(changes: dict[str, Any], limit: float) -> None:
+    moves = _look(**changes)
+    assert _compare(_waits(0, limit - 0.1), _works(1, 1, moves)) is None
+    verdict = _compare(_waits(0, limit + 0.1), _works(1, 1, moves))
+    assert verdict == HangVerdict(HangKind.LATE, (1,), (0,), NOW - limit - 0.1)
+    assert _compare(_waits(0, limit + 0.1), _works(1, 1, moves), usual=31) is None, "a hundred median steps"
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit"),
+    [
         ({}, 5.0),
         ({"steps": 1}, 60.0),
         ({"steps": None}, 60.0),

@@ -25,9 +25,9 @@ While a rank is at a breakpoint no rank is late, and all waits count anew when i
 
 A rank that is leaving has a minute: on a busy machine it takes time until many interpreters have ended.
 
-A rank whose page does change is at work, not stuck, and is reported only after a minute (or a hundred median steps).
-These are seconds without a sign of life, so work of any length that goes through lockstep (a loader's batches,
-a model's forwards) raises no alarm as long as it moves.
+These are seconds without a sign of life, so work that goes through lockstep (a loader's batches, a model's forwards)
+raises no alarm as long as it moves, for a minute (or a hundred median steps, or its patience where that is longer): a
+rank whose page does change is at work, not stuck, and is reported only after that.
 
 Before the report the stacks of all ranks are looked at, once they have written them. A late rank that sits in a
 debugger is left alone; one that computes in a model outside of a step (an average of weights on rank 0, say) evaluates,
@@ -344,7 +344,8 @@ def compare(
         ]
         limit = max(0.0 if sure else WARMING_UP, *limits)
         return HangVerdict(HangKind.APART, (), tuple(waits), since) if now - since > limit else None
-    overdue = [seen for seen in late if seen.exit_code is None and _is_overdue(seen, limit_of(seen), since, now)]
+    slow = max(WARMING_UP, 10 * usual)
+    overdue = [seen for seen in late if seen.exit_code is None and _is_overdue(seen, limit_of(seen), slow, since, now)]
     if any(seen.exit_code is None and seen not in overdue for seen in late):
         # A rank that can't continue is named at once; the others may still be at work.
         overdue = [seen for seen in overdue if seen.halted]
@@ -355,9 +356,10 @@ def compare(
     return HangVerdict(HangKind.LATE, tuple(seen.rank for seen in overdue or late), tuple(waits), since)
 
 
-def _is_overdue(seen: Seen, limit: float, since: float, now: float) -> bool:
+def _is_overdue(seen: Seen, limit: float, slow: float, since: float, now: float) -> bool:
+    """Return whether a rank has held up the others for ``limit``, and has not moved for as long or is ``slow``."""
     held, quiet = now - since, now - seen.moved
-    return held > limit and (quiet > limit or held > max(WARMING_UP, 10 * limit))
+    return held > limit and (quiet > limit or held > slow)
 
 
 class Doing(enum.Enum):

@@ -366,6 +366,30 @@ def test_an_owner_in_a_store_that_gives_no_sign_of_life_counts_as_none(
         assert clock.now == last + Times().lease + 120.0
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_run_that_had_ended_may_be_trained_on_and_the_words_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("lockstep.tools.evaluate.follow.time", clock)
+    folder, manifest = _save(tmp_path, 5)
+    _made(tmp_path)
+    Evaluations(tmp_path).put(_evaluated(folder, manifest, loss=1.0))
+    lineage = Lineage(tmp_path)
+    lineage.add(folder, manifest)
+    if ended:
+        lineage.end()
+    heard: list[str] = []
+    tell = Telling(lambda _: None, heard.append, lambda _step, _seconds: None)
+    evaluate(EvaluateOptions(Program(__file__), tmp_path, follows=True, patience=120.0), tell)
+    words = "had done all its epochs before; a job that trains it on has 2:00 to begin (--patience)"
+    assert [words in said for said in heard] == [ended]
+    assert 120 <= clock.now < 140
+    heard.clear()
+    evaluate(EvaluateOptions(Program(__file__), tmp_path), tell)
+    assert heard == []
+
+
 def test_another_checkpoint_of_the_same_name_in_a_store_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     with in_memory() as address:
         root = address / "run"

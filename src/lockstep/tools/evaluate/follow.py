@@ -274,9 +274,12 @@ class _Evaluator:
             return False
         if self._alone_since is None:
             self._alone_since = now
+            has = f"has {as_clock(self._asked.patience)} to begin"
             self._tell.say(
-                f"no job trains in {self._folder.path}; one has {as_clock(self._asked.patience)} to begin, or to go on "
+                f"the run in {self._folder.path} had done all its epochs before; a job that trains it on {has} "
                 "(--patience)"
+                if record.ended
+                else f"no job trains in {self._folder.path}; one {has}, or to go on (--patience)"
             )
         return now - self._alone_since < self._asked.patience
 

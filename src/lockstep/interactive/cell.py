@@ -71,7 +71,7 @@ class RemoteValue:
         return self.shown
 
 
-class _Pace:
+class _CellPace:
     """How long a step of this cell takes, by the rank that has taken the fewest; looked at while the cell runs."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class RunningCell:
         self.output = {rank: KeptOutput() for rank in pool.ranks}
         self._notes: list[str] = []
         self._begun_at = {rank: pool.steps(rank) for rank in pool.ranks}
-        self._pace = _Pace()
+        self._pace = _CellPace()
         #: The interrupts so far, and those that had come when the last way to stop the ranks was begun.
         self._asked = self._asked_before = 0
         self._asked_at_once = False

@@ -55,7 +55,8 @@ elif kind == "slices":
     options = {"slices": 5}
 elif kind == "shares":
     options = {"shares": [2, 1, 1][: world.world_size]}
-lockstep.shard(DataLoader(Numbers(), batch_size=41))  # the loader that is looked at is the second one
+# The loader that is looked at is the second one.
+lockstep.shard(DataLoader(Numbers(), batch_size=41, shuffle=kind == "second"))
 loader = lockstep.shard(DataLoader(Numbers(), **given), **options)
 saved = lockstep.Checkpointer("saved", model=model, optimizer=optimizer, loader=loader)
 
@@ -106,9 +107,9 @@ def _indices(batch: RecordedBatch, rank: int) -> list[list[int]]:
     return [part.indices for part in batch.parts if part.rank == rank and part.indices]
 
 
-@pytest.mark.parametrize("kind", ["plain", "slices", "shares"])
+@pytest.mark.parametrize("kind", ["plain", "second", "slices", "shares"])
 def test_each_step_of_a_run_and_of_its_resumes_on_other_ranks(tmp_path: Path, kind: str) -> None:
-    first = {"plain": 10, "slices": 10, "shares": 10}[kind]
+    first = {"plain": 10, "second": 10, "slices": 10, "shares": 10}[kind]
     runs = {ranks: _train(tmp_path, kind, ranks, stop) for ranks, stop in ((2, first), (3, 13), (1, -1))}
     steps = 0
     for ranks, logs in runs.items():

@@ -12,6 +12,7 @@ from lockstep.comm.init import current_world
 from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import agreed
 from lockstep.data.loader import ShardedLoader
+from lockstep.data.loader_seeds import seeds_of
 from lockstep.data.slicing import SliceOptions, Slices
 from lockstep.data.source import REMEDIES, Shardable, read_source
 from lockstep.errors import LockstepError
@@ -56,7 +57,8 @@ def shard(
     Args:
         loader: the DataLoader to share among the ranks.
         seed: the seed of the order and of the samples' seeds, the same on all ranks. None: the initial seed of the
-            ``generator=`` that the DataLoader was given, or else the world's seed.
+            ``generator=`` that the DataLoader was given, or else the world's seed; for another loader after the first
+            of its kind one that is made from this and its number: Note [Seeds of loaders] in ``data/loader_seeds.py``.
         seed_samples: seed the generators of torch, Python and NumPy before each sample, so that random augmentation is
             the same at every world size and after a resume: Note [Sample seeds] in ``data/seeding.py``. Only the
             generators that samples draw from are seeded; a sample that draws for the first time, and those of its
@@ -99,6 +101,7 @@ def shard(
     world = current_world()
     if world is None:
         raise LockstepError("lockstep.shard: no world yet; call lockstep.init() first")
+    seeds = seeds_of(world)
 
     def read() -> tuple[Shardable, SliceOptions | None]:
         options = SliceOptions.of(slices, world_size=world.world_size)
@@ -116,7 +119,7 @@ def shard(
             slices=count,
             shares=shares,
         ).with_costs(costs)
-        source = source.with_stream(stream, rank=world.rank, world_size=world.world_size)
+        source = seeds.give(source.with_stream(stream, rank=world.rank, world_size=world.world_size))
         if options is not None:
             options.refuse_unfit(source)
         return source, options
@@ -129,5 +132,6 @@ def shard(
         lambda found: found[0].facts(contents=world.world_size > 1) | (found[1].facts() if found[1] else {}),
         remedies=REMEDIES,
     )
+    seeds.count(source)
     device = world.device if to_device and world.device.type != "cpu" else None
     return ShardedLoader(source, world, device=device, seeded=seed_samples, options=options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -50,6 +51,9 @@ class Shardable:
     #: The number of samples of a global batch; None: a batch sampler decides it for each.
     batch_size: int | None
     seed: int
+    #: Loaders for which this is equal would all have this seed: see Note [Seeds of loaders] in ``loader_seeds.py``.
+    #: None: the user gave the seed.
+    counted_by: Hashable = None
     #: Each rank's proportion of each global batch; None: all are equal.
     shares: tuple[float, ...] | None = None
     #: What samples cost, if the parts of a batch are to cost the same.
@@ -174,12 +178,15 @@ def read_source(
     batch_size = None if order == "batches" else int(settings.batch_size or 0)
     if batch_size is not None:
         _refuse_small(batch_size, slices=slices, world_size=world_size)
-    given = getattr(settings.sampler, "generator", None) if order == "shuffled" else loader.generator
+    counted_by = None
     if seed is None:
-        seed = given.initial_seed() if isinstance(given, torch.Generator) else default_seed
+        given = getattr(settings.sampler, "generator", None) if order == "shuffled" else loader.generator
+        given = given if isinstance(given, torch.Generator) else None
+        seed = default_seed if given is None else given.initial_seed()
+        counted_by = order if order in ("sequential", "stream") else "drawn", given, seed
     elif not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed}: expected 0 <= seed < 2**63")
-    return Shardable(loader, order, batch_size, seed, _read_shares(shares, batch_size, world_size))
+    return Shardable(loader, order, batch_size, seed, counted_by, _read_shares(shares, batch_size, world_size))
 
 
 def _refuse_small(batch_size: int, *, slices: int | None, world_size: int) -> None:

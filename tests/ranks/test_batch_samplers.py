@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+)
 
 import lockstep
 from lockstep.data import batches as drawn_batches
@@ -94,6 +102,20 @@ class ByEpoch(BatchSampler):
         return iter(batches)
 
 
+class ForOneReplica(DistributedSampler[Any]):
+    """Batches of its own, in a class that would divide them among replicas, made for one."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(range(SAMPLES), num_replicas=1, rank=0, seed=rank)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        order = list(super().__iter__())
+        while order:
+            size = 1 + order[0] % 5
+            yield order[:size]
+            order = order[size:]
+
+
 class Itself(Sampler[list[int]]):
     """Its own iterator, which each iter() sets back."""
 
@@ -116,7 +138,13 @@ LIST = [[3, 1, 2], [0], [], [4, 5, 6, 7, 8], [40, -1]]
 
 
 def _sampler(kind: str, rank: int) -> Any:
-    kinds: dict[str, Any] = {"buckets": Buckets, "remembers": Remembers, "by epoch": ByEpoch, "itself": Itself}
+    kinds: dict[str, Any] = {
+        "buckets": Buckets,
+        "remembers": Remembers,
+        "by epoch": ByEpoch,
+        "one replica": ForOneReplica,
+        "itself": Itself,
+    }
     return LIST if kind == "list" else kinds[kind](rank)
 
 
@@ -161,7 +189,7 @@ def _joined(ranks: list[Any]) -> list[list[list[list[float]]]]:
 @each_value(
     str,
     each_backend=BOTH,
-    kind=("buckets", "by epoch", "remembers", "list"),
+    kind=("buckets", "by epoch", "remembers", "list", "one replica"),
     world_size=(2, 3),
     workers=(0, 2),
 )

@@ -246,8 +246,9 @@ def _refuse_what_cannot_be_cut(loader: DataLoader[Any]) -> None:
     settings = _settings(loader)
     if not _draws_batches(loader):
         _refuse_unbatched(settings)
-    for sampler in parts_of_sampler(loader.batch_sampler if _draws_batches(loader) else settings.sampler):
-        _refuse_split_by_rank(sampler)
+    draws_batches = _draws_batches(loader)
+    for sampler in parts_of_sampler(loader.batch_sampler if draws_batches else settings.sampler):
+        _refuse_split_by_rank(sampler, draws_batches=draws_batches)
     if not getattr(loader, "in_order", True):
         raise ValueError(
             "this DataLoader has in_order=False: the ranks would hold shares of different global batches; "
@@ -263,20 +264,21 @@ def _refuse_unbatched(settings: DataLoader[Any] | BatchSampler) -> None:
         )
 
 
-def _refuse_split_by_rank(sampler: Any) -> None:
-    if isinstance(sampler, TorchDistributedSampler):
+def _refuse_split_by_rank(sampler: Any, *, draws_batches: bool) -> None:
+    replicas = getattr(sampler, "num_replicas", 1)
+    if not isinstance(replicas, int) or replicas <= 1:
+        return
+    if isinstance(sampler, TorchDistributedSampler) and not draws_batches:
         raise ValueError(
             "this DataLoader has a DistributedSampler, which splits the data among the ranks already; lockstep.shard "
             "would split each part again. Drop the sampler (use shuffle=True) and pass the global batch size, or use "
             "the DataLoader as it is, without lockstep.shard"
         )
-    replicas = getattr(sampler, "num_replicas", 1)
-    if isinstance(replicas, int) and replicas > 1:
-        raise ValueError(
-            f"this DataLoader has a {type(sampler).__name__} with num_replicas={replicas}, which splits the data among "
-            "the ranks already; lockstep.shard would split each part again. Make it with num_replicas=1, rank=0, so "
-            "that it draws the batches of all ranks together, or use the DataLoader as it is, without lockstep.shard"
-        )
+    raise ValueError(
+        f"this DataLoader has a {type(sampler).__name__} with num_replicas={replicas}, which splits the data among the "
+        "ranks already; lockstep.shard would split each part again. Make it with num_replicas=1, rank=0, so that it "
+        "draws for all ranks together, or use the DataLoader as it is, without lockstep.shard"
+    )
 
 
 def _order(loader: DataLoader[Any]) -> Order:

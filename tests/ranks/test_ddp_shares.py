@@ -212,6 +212,44 @@ def test_two_loaders_in_one_step_are_exact_or_refused() -> None:
         assert "World.mean() without samples= meets" in ended["side_by_side_mean"]
 
 
+def _averaged(order: str) -> list[list[float]]:
+    """Train, and evaluate a plain average of the weights on one batch of another loader between two steps."""
+    lockstep.init(timeout=60)
+    torch.manual_seed(0)
+    model = lockstep.replicate(nn.Linear(3, 1, dtype=torch.float64))
+    average = nn.Linear(3, 1, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    data = [TensorDataset(torch.randn(length, 3, dtype=torch.float64)) for length in (29, 45)]
+    train, other = (lockstep.shard(DataLoader(each, batch_size=size)) for each, size in zip(data, (8, 5), strict=True))
+    validation = iter(other) if order != "begun inside" else None
+    weights = []
+    batches = iter([*train]) if order == "a list" else iter(train)
+    for (inputs,) in batches:
+        validation = iter(other) if validation is None else validation
+        if order == "before the forward":
+            with torch.no_grad():
+                average(next(validation)[0])
+        loss = model(inputs).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if order == "before the step":
+            with torch.no_grad():
+                average(next(validation)[0])
+        optimizer.step()
+        if order in ("after the step", "begun inside", "a list"):
+            with torch.no_grad():
+                average(next(validation)[0])
+        weights.append(model.weight.flatten().tolist())
+    return weights
+
+
+@pytest.mark.parametrize("order", ["before the forward", "before the step", "after the step", "begun inside", "a list"])
+def test_a_batch_that_only_another_module_had_has_no_part_in_a_step(order: str) -> None:
+    alone = run_ranks(_averaged, 1, order)[0]
+    for weights in run_ranks(_averaged, 2, order):
+        torch.testing.assert_close(weights, alone, rtol=0, atol=1e-12)
+
+
 # Batches that are not what their slices were.
 
 

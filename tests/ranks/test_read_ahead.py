@@ -154,6 +154,48 @@ def test_inputs_that_are_not_known_are_told_once_if_batches_weigh_differently(re
         assert "world.weigh" in told[0]
 
 
+def _alone(kind: str, batch_size: int) -> list[str]:
+    """Steps that each take one batch and give the pass up; the warnings."""
+    lockstep.init(timeout=60)
+    model = lockstep.replicate(nn.Linear(2, 1, dtype=torch.float64))
+    samples = TensorDataset(*(torch.randn(_SAMPLES, size, dtype=torch.float64) for size in (2, 1)))
+    loader = lockstep.shard(DataLoader(samples, batch_size=batch_size, shuffle=True))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            if kind == "kept":
+                inputs, targets = next(iter(loader))
+                differ = model(inputs / 255) - targets
+            elif kind == "dropped":
+                differ = model(next(iter(loader))[0] / 255)
+            elif kind == "given":
+                inputs, targets = next(iter(loader))
+                differ = model(inputs) - targets
+                differ.mean().backward()
+                differ = model(torch.zeros_like(inputs))  # of no batch
+            else:
+                next(iter(loader))
+                differ = model(torch.zeros(1, 2, dtype=torch.float64))
+            differ.square().mean().backward()
+    return [str(each.message) for each in told]
+
+
+@pytest.mark.parametrize("kind", ["kept", "dropped"])
+def test_one_batch_of_a_pass_that_is_given_up_is_told_if_its_shares_differ(kind: str) -> None:
+    for rank, told in enumerate(run_ranks(_alone, 2, kind, 5)):
+        assert len(told) == 1
+        assert f"rank {rank} of 2: batches of <sharded loader" in told[0]
+        assert "next(iter(loader))" in told[0]
+        assert f"(here {3 - rank} of 5 samples)" in told[0]
+    assert run_ranks(_alone, 2, kind, 4) == [[], []], "even shares weigh alike"
+    assert run_ranks(_alone, 1, kind, 5) == [[]]
+
+
+@pytest.mark.parametrize("kind", ["given", "looked at"])
+def test_nothing_is_said_of_a_batch_that_the_model_was_given_or_not_at_all(kind: str) -> None:
+    assert run_ranks(_alone, 2, kind, 5) == [[], []]
+
+
 @pytest.mark.parametrize("reader", ["a list", "one ahead", "a thread"])
 def test_nothing_is_said_where_all_batches_weigh_alike(reader: str) -> None:
     weights, *_ = run_ranks(_train, 1, reader, "computed", _BATCH, None, True)[0]

@@ -8,6 +8,7 @@ import pickle
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from torch.utils.data import (
 
 import lockstep
 from tests.harness import collect_outcomes, run_ranks
+from tests.launching import run
 from tests.selection import each_value
 
 
@@ -212,6 +214,7 @@ def _sampled(kind: str) -> list[list[int]]:
         "subset": SubsetRandomSampler([3, 5, 7, 11]),
         "custom": Odd(),
         "dice": Dice(world.rank),
+        "one replica": lockstep.DistributedSampler(range(20), num_replicas=1, rank=0),  # type: ignore[arg-type]
     }
     loader = lockstep.shard(_numbers(20, 5, sampler=samplers[kind]))
     epochs = [[n for (batch,) in loader for n in batch.tolist()] for _ in range(2)]
@@ -228,6 +231,7 @@ def _sampled(kind: str) -> list[list[int]]:
         ("subset", 4, {3, 5, 7, 11}),
         ("custom", 10, set(range(1, 20, 2))),
         ("dice", 10, set(range(20))),
+        ("one replica", 20, set(range(20))),
     ],
 )
 def test_other_samplers_are_drawn_once_for_all_ranks(kind: str, count: int, allowed: set[int]) -> None:
@@ -359,6 +363,10 @@ class BatchesByRank(BatchSampler):
     num_replicas = 3
 
 
+class OtherBatches(BatchSampler):
+    """Draws whole batches in its own way."""
+
+
 class Longer(Sampler[int]):
     """Gives more than its length, as samplers without an end do."""
 
@@ -398,6 +406,7 @@ def _refused(case: str) -> None:
         "unordered": {"batch_size": 4, "num_workers": 1, "in_order": False},
         "endless": {"batch_size": 4, "sampler": iter(range(100))},
         "distributed in batches": {"batch_sampler": BatchSampler(lockstep.DistributedSampler(data), 4, False)},
+        "distributed batches": {"batch_sampler": OtherBatches(lockstep.DistributedSampler(data), 4, False)},
         "small batches": {"batch_sampler": BatchSampler(SequentialSampler(data), 2, False)},
         "batch": {"batch_size": 4 if world.rank != 1 else 5},
         "drop": {"batch_size": 4, "drop_last": world.rank == 2},
@@ -424,6 +433,11 @@ def _refused(case: str) -> None:
             "has a BatchesByRank with num_replicas=3, which splits the data among the ranks",
         ),
         ("distributed in batches", "ValueError", "has a DistributedSampler"),
+        (
+            "distributed batches",
+            "ValueError",
+            "has a DistributedSampler with num_replicas=3, which splits the data among the ranks",
+        ),
         ("small batches", "ValueError", "batch_size=2 is smaller than the world of 3 ranks"),
         ("unbatched", "ValueError", "batch_size=None"),
         ("distributed", "ValueError", "has a DistributedSampler"),
@@ -697,7 +711,7 @@ def _left_early() -> dict[str, Any]:
     after_break = loader.state_dict()["cursor"]
     restored = world.share is outer
     second = [n for (batch,) in loader for n in batch.tolist()]
-    fresh = lockstep.shard(_numbers(20, 4, shuffle=True))
+    fresh = lockstep.shard(_numbers(20, 4, shuffle=True), seed=loader.seed)
     epochs = [[n for (batch,) in fresh for n in batch.tolist()] for _ in range(2)]
     older = iter(loader)
     next(older)
@@ -829,3 +843,32 @@ def _says() -> int:
 
 def test_rank_0_says_who_is_left_out() -> None:
     assert run_ranks(_says, 3) == [1, 0, 0]
+
+
+_RESHAPES = """
+import sys
+import torch, lockstep
+from torch.utils.data import DataLoader, TensorDataset
+
+where = sys.argv[1]
+world = lockstep.init()
+loader = lockstep.shard(DataLoader(TensorDataset(torch.randn(9, 2, 3)), batch_size=4))  # the last batch has one sample
+for (x,) in loader:
+    if where == "in the loop":
+        x.view(x.size(0), -1)
+    elif where == "earlier" and world.rank:
+        raise ValueError("of the program's own")
+if world.rank:
+    raise ValueError("of the program's own")
+"""
+
+
+@pytest.mark.parametrize("where", ["in the loop", "earlier", "after the loop"])
+def test_an_error_that_a_share_without_samples_has_caused_is_explained(tmp_path: Path, where: str) -> None:
+    (tmp_path / "train.py").write_text(_RESHAPES)
+    done = run(["lockstep", "run", "-n", "2", "train.py", where], tmp_path, torch=True)
+    assert done.code == 1, done
+    assert ("cannot reshape tensor of 0 elements" in done.err) == (where == "in the loop"), done.err
+    explained = "the share of rank 1 of 2 has no sample of this batch (0 of 1 samples)"
+    assert (explained in done.err) == (where == "in the loop"), done.err
+    assert ("x.flatten(1)" in done.err) == (where == "in the loop")

@@ -48,6 +48,7 @@ from lockstep.data.cursor import Cursor
 from lockstep.data.dead_workers import tells_of_a_death
 from lockstep.data.mixing import mix
 from lockstep.data.order import EpochOrder, as_indices, batch_count
+from lockstep.data.sampler_watch import SamplerWatch
 from lockstep.data.seeding import SamplerNumbers, following, parts_of_sampler
 from lockstep.errors import CheckpointMismatch, CollectiveMismatch, LockstepError, named
 
@@ -303,6 +304,8 @@ class Shipping:
     ahead: int
     #: What samples cost, or None.
     costs: SampleCosts | None
+    #: What compares the ranks' samplers.
+    watch: SamplerWatch
 
 
 class DrawnBatches:
@@ -328,6 +331,8 @@ class DrawnBatches:
         self._world, self._loader, self._ahead = shipping.world, shipping.loader, shipping.ahead
         self._begin, self._cursor = begin, cursor
         self.drawn, self._is_chained = drawn, is_chained
+        #: What compares the ranks' samplers before the first portion.
+        self._watch: SamplerWatch | None = shipping.watch
         self.order: EpochOrder | None = None
         costs = shipping.costs
         self._costs = None if costs is None or costs.is_told_by_rank_0 else costs
@@ -385,10 +390,21 @@ class DrawnBatches:
 
     def _ship(self, most: int) -> None:
         with labelled("global batches that rank 0 draws"):
-            drawn, told = together(
-                OverGroup(self._world), lambda: self._attempt(most), self._tell, what="drawing global batches"
+            watch, self._watch = self._watch, None
+
+            def attempt() -> tuple[dict[str, Any], _Portion | None]:
+                looked = {} if watch is None else {"sampler": watch.look()}  # (before rank 0 draws)
+                return looked, self._attempt(most)
+
+            (_, drawn), told = together(
+                OverGroup(self._world),
+                attempt,
+                lambda found: {**found[0], **self._tell(found[1])},
+                what="drawing global batches",
             )
             self._refuse_apart([each["at"] for each in told])
+            if watch is not None:
+                watch.compare([each["sampler"] for each in told], epoch=self._cursor.epoch)
             facts = told[0]
             sizes_and_indices, costs = self._broadcast(drawn, facts)
         sizes = sizes_and_indices[: facts["batches"]].tolist()

@@ -64,7 +64,7 @@ def contents_of(dataset: Any, name: str = "dataset", *, depth: int = 0) -> dict[
         return {k: v for key, part in named for k, v in _within(part, f"{name}.datasets[{key!r}]", depth).items()}
     if is_hugging_face(dataset):
         return {name: _rows_of(dataset)}
-    length = _length_of(dataset)
+    length = length_of_dataset(dataset)
     if length is None:
         return {}
     if _is_column(dataset, length):
@@ -82,7 +82,8 @@ def _within(dataset: Any, name: str, depth: int) -> dict[str, str]:
     return {} if depth == _DEEPEST else contents_of(dataset, name, depth=depth + 1)
 
 
-def _length_of(dataset: Any) -> int | None:
+def length_of_dataset(dataset: Any) -> int | None:
+    """Return the number of samples by a dataset's own ``len()``; None: it has none."""
     try:
         return len(dataset)
     except Exception as error:  # (a __len__ that a base class demands, and that says that there is no length)

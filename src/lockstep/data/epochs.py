@@ -21,6 +21,7 @@ from lockstep.data.batches import (
 )
 from lockstep.data.cursor import Cursor, LoaderState
 from lockstep.data.order import EpochOrder, digest_of, draw_order, epoch_order, sequential_order
+from lockstep.data.sampler_watch import SamplerWatch
 from lockstep.data.seeding import preserved_generators
 from lockstep.data.source import Shardable
 from lockstep.errors import CheckpointMismatch
@@ -50,10 +51,16 @@ class Epochs:
         self._shipping: Shipping | None = None
         self._length: int | None = None
         costs = source.costs
-        if source.order == "batches" or (costs is not None and costs.is_told_by_rank_0):
+        ships = source.order == "batches" or (costs is not None and costs.is_told_by_rank_0)
+        #: What compares the ranks' samplers, if rank 0's draws for all, or its dataset decides.
+        self._watch: SamplerWatch | None = None
+        if ships or source.order == "sampler":
+            self._watch = SamplerWatch(source.sampler, source.loader.dataset, world)
+        if ships:
+            assert self._watch is not None
             mine = _BESIDE_WORKERS + inner.num_workers * (inner.prefetch_factor or 0)
             _, told = together(OverGroup(world), lambda: [mine, self._ask_length()], list, what="lockstep.shard")
-            self._shipping = Shipping(world, loader, max(ahead for ahead, _ in told), costs)
+            self._shipping = Shipping(world, loader, max(ahead for ahead, _ in told), costs, self._watch)
             self._length = told[0][1]
 
     def begin(self, cursor: Cursor, *, seed: int, drawn: str | None) -> EpochBatches:
@@ -132,7 +139,7 @@ class Epochs:
         """Return the order of the cursor's epoch, and its digest if a sampler drew it."""
         source, epoch = self._source, cursor.epoch
         if source.order == "sampler":
-            order = draw_order(source.sampler, self._world, seed=seed, epoch=epoch)
+            order = draw_order(source.sampler, self._world, seed=seed, epoch=epoch, watch=self._watch)
             digest = digest_of(order)
             if drawn is not None and digest != drawn:
                 raise CheckpointMismatch(

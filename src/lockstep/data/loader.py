@@ -108,6 +108,8 @@ class ShardedLoader(LoopHooks):
         #: The pass over the epoch under way, and True if its batches must be requested anew.
         self._now: Pass | None = None
         self._is_recut = False
+        #: The samples of that epoch's order; 0: this rank has not made it.
+        self._length = 0
         self._last_pass = LastPass(by_index=not source.is_cut_by_number)
         by = ByNumber if source.costs is None else ByCost
         self._division: Division = by(world.world_size, source.shares)
@@ -410,7 +412,7 @@ class ShardedLoader(LoopHooks):
         """Yield one batch, which is in hand meanwhile."""
         world, proportions = self._world, tuple(fetched.sizes) or self._source.shares or ()
         share = BatchShare(fetched.samples, fetched.global_samples, proportions)
-        number = self._number, self._cursor.epoch, self._cursor.batches
+        number = self._number, self._cursor.epoch, self._cursor.batches, self._length
         world._in_hand.hand_out(self, share, number, fetched.batch)
         self._advance(fetched)
         flight.current.batch += fetched.samples
@@ -422,7 +424,7 @@ class ShardedLoader(LoopHooks):
         slicing = self._slicing
         assert slicing is not None  # _begin_steps is only called with slices
         cursor = self._cursor
-        key = StepKey(self.seed, cursor.epoch, cursor.batches)
+        key = StepKey(self.seed, cursor.epoch, cursor.batches, self._length)
         cut = Cut(fetched.sizes, slicing.runs_at(cursor.batches), self._smallest_slice(fetched))
         chooses = self._options is not None and self._options.chooses
         recut = partial(self._recut, cursor.batches) if chooses else None
@@ -473,7 +475,8 @@ class ShardedLoader(LoopHooks):
         """Yield the rest of the epoch's batches, requested anew after they are cut into other slices."""
         draws_here = self._slicing is not None and not self._seeded and not self.num_workers
         self._now = self._epochs.begin(self._cursor, seed=self.seed, drawn=self._drawn)
-        self._last_pass.order = self._now.order
+        order = self._last_pass.order = self._now.order
+        self._length = 0 if order is None else len(order)
         while True:
             self._is_recut = False
             ahead = self._notes.watched(self._fetch())

@@ -44,6 +44,7 @@ from lockstep.comm.together import together
 from lockstep.comm.world import World
 from lockstep.data.dead_workers import tells_of_a_death
 from lockstep.data.mixing import mix, mixed
+from lockstep.data.sampler_watch import SamplerWatch
 from lockstep.data.seeding import SamplerNumbers, following
 from lockstep.errors import LockstepError, named
 from lockstep.text import counted
@@ -232,34 +233,45 @@ def batch_count(length: int, *, batch_size: int, drop_last: bool, start: int = 0
     return left // batch_size if drop_last else -(-left // batch_size)
 
 
-def draw_order(sampler: Any, world: World, *, seed: int, epoch: int) -> torch.Tensor:
+def draw_order(sampler: Any, world: World, *, seed: int, epoch: int, watch: SamplerWatch | None = None) -> torch.Tensor:
     """**Collective.** Return the indices that ``sampler`` gives on rank 0, on every rank: int64, as many as its length.
 
     A weighted or custom sampler draws at random, so the ranks' own samplers could disagree. Rank 0 draws with
     the generators seeded from (seed, epoch), so that an interrupted epoch is drawn the same again: Note [Random numbers
     of a sampler] in ``data/seeding.py``. A ``set_epoch`` of the sampler is called first.
 
+    Args:
+        sampler: the user's.
+        world: the ranks.
+        seed: that of the loader.
+        epoch: the one to draw.
+        watch: compares the ranks' samplers; None: they are not compared.
+
     Raises:
         LockstepError: the sampler failed, or gave anything but whole numbers; on every rank.
+        CollectiveMismatch: the ranks' datasets have become unlike; on every rank.
     """
 
-    def attempt() -> torch.Tensor | None:
+    def attempt() -> tuple[torch.Tensor | None, dict[str, Any]]:
+        looked = {} if watch is None else watch.look()
         try:
-            return _draw(sampler, seed=seed, epoch=epoch) if world.is_main else None
+            return _draw(sampler, seed=seed, epoch=epoch) if world.is_main else None, looked
         except Exception as error:
             if tells_of_a_death(error):
                 raise
             text = named(error)
             raise LockstepError(f"the sampler {type(sampler).__name__} could not draw epoch {epoch}: {text}") from error
 
-    order, lengths = together(
+    (order, _), told = together(
         OverGroup(world),
         attempt,
-        lambda drawn: None if drawn is None else drawn.numel(),
+        lambda found: [None if found[0] is None else found[0].numel(), found[1]],
         what="drawing an epoch's order",
     )
+    if watch is not None:
+        watch.compare([looked for _, looked in told], epoch=epoch)
     device = group_device(world.group)
-    shared = torch.empty(lengths[0], dtype=torch.int64, device=device) if order is None else order.to(device)
+    shared = torch.empty(told[0][0], dtype=torch.int64, device=device) if order is None else order.to(device)
     dist.broadcast(shared, src=0, group=world.group)
     return shared.cpu()
 

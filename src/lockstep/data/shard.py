@@ -7,10 +7,12 @@ from typing import Any, Literal
 
 from torch.utils.data import DataLoader
 
+from lockstep import tracebacks
 from lockstep.comm.calls import of_all_ranks
 from lockstep.comm.init import current_world
 from lockstep.comm.peers import OverGroup
 from lockstep.comm.together import agreed
+from lockstep.data import empty_shares
 from lockstep.data.loader import ShardedLoader
 from lockstep.data.loader_seeds import seeds_of
 from lockstep.data.slicing import SliceOptions, Slices
@@ -135,3 +137,6 @@ def shard(
     seeds.count(source)
     device = world.device if to_device and world.device.type != "cpu" else None
     return ShardedLoader(source, world, device=device, seeded=seed_samples, options=options)
+
+
+tracebacks.explainers.append(empty_shares.explain)

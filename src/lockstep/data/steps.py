@@ -60,11 +60,13 @@ Batches = Sequence[tuple[int, Any]]
 
 @dataclass(frozen=True)
 class StepKey:
-    """The global batch of a step: the loader's seed, the epoch, and the batch's number in it."""
+    """The global batch of a step: the loader's seed, the epoch, the batch's number in it, and the epoch's length."""
 
     seed: int
     epoch: int
     batch: int
+    #: The samples of the epoch's order, where each rank makes that for itself; else 0.
+    length: int
 
 
 class Step:
@@ -224,7 +226,7 @@ class Step:
                 step = self._sliced = SlicedStep(
                     self._world,
                     self._gather,
-                    key=(self._key.epoch, self._key.batch, number),
+                    key=(self._key.epoch, self._key.batch, number, self._key.length),
                     cut=self._cut,
                     measures=self._measures,
                     may_fail=self._recut is not None,

@@ -7,7 +7,9 @@ or that skips, repeats or reorders batches, goes on as if nothing had happened: 
 and gradients of different batches, even of different epochs, make one average. If the numbers of steps are equal in
 the end, nothing ever reveals it. But the loader knows the epoch and the number of the batch in hand, which are the
 same on all ranks, and so a training forward that takes its share (Note [Batches in hand] in ``step/share.py``) takes
-these too. Where loaders are read side by side, it takes those of a batch of each.
+these too. Where loaders are read side by side, it takes those of a batch of each. With them goes the length of the
+epoch's order, where each rank makes that for itself: a dataset to which each rank adds what it finds would have another
+order on each, at equal numbers of batches.
 
 They travel in the flags of the last bucket (Note [Bucket layout]): each bit of a digest of them has a flag for "it is
 1" and one for "it is 0", as in Note [Replicas compared], so that a difference shows on every rank, whatever the dtype.
@@ -38,13 +40,20 @@ from lockstep.comm.exchange import all_gather_records
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.rider import BackwardState, Standing
 from lockstep.errors import CollectiveMismatch
+from lockstep.step import lengths
 from lockstep.step.share import BatchId
 
 #: Bits of a digest.
 _BITS = 12
 _FLAGS = 2 * _BITS
 #: Odd factors; the first is 2⁶⁴ divided by the golden ratio, whose multiples' upper bits differ for numbers in a row.
-_GOLDEN, _OF_EPOCHS, _OF_LOADERS = 0x9E3779B97F4A7C15, 0x85EBCA77, 0xC2B2AE3D
+_GOLDEN, _OF_EPOCHS, _OF_LOADERS, _OF_LENGTHS = 0x9E3779B97F4A7C15, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
+
+_LEFT = (
+    "A rank has left its loop before the others, or skipped, repeated or reordered batches; from there on its steps "
+    "are averaged with other batches' steps. Decide this on all ranks together: `if world.any(stop): break`. If a "
+    "batch of one rank must not count: world.weigh(0), or loss * 0"
+)
 
 
 class BatchFlags:
@@ -84,12 +93,10 @@ class BatchFlags:
         if not any(map(mul, read[::2], read[1::2])):
             return
         told = all_gather_records(sending.batch, self._group)
+        is_apart = lengths.differ(((each[0], each[1]), each[3]) for identity in told for each in identity or ())
         raise CollectiveMismatch(
-            f"{sending.whoami()}: the ranks averaged the gradients of different batches: {_words(told)}. A rank has "
-            "left its loop before the others, or skipped, repeated or reordered batches; from there on its steps are "
-            "averaged with other batches' steps. Decide this on all ranks together: "
-            "`if world.any(stop): break`. If a batch of one rank must not count: world.weigh(0), or "
-            "loss * 0"
+            f"{sending.whoami()}: the ranks averaged the gradients of different batches: "
+            f"{_words(told, with_lengths=is_apart)}. {lengths.OTHER_LENGTHS if is_apart else _LEFT}"
         )
 
     def alone(self, sending: BackwardState) -> None:
@@ -105,13 +112,14 @@ def _rows(dtype: torch.dtype, device: torch.device) -> Tensor:
 def _digest(identity: BatchId) -> int:
     """Return a number of _BITS bits for a batch, the same on all ranks, whatever their machines and Pythons."""
     number = 0
-    for loader, epoch, batch in identity:
-        number = (number + 1 + batch + epoch * _OF_EPOCHS + loader * _OF_LOADERS) * _GOLDEN & 0xFFFFFFFFFFFFFFFF
+    for loader, epoch, batch, length in identity:
+        key = 1 + batch + epoch * _OF_EPOCHS + loader * _OF_LOADERS + length * _OF_LENGTHS
+        number = (number + key) * _GOLDEN & 0xFFFFFFFFFFFFFFFF
     return number >> (64 - _BITS)
 
 
-def _words(told: Sequence[Sequence[Sequence[int]] | None]) -> str:
-    several = len({loader for each in told if each for loader, _, _ in each}) > 1
+def _words(told: Sequence[Sequence[Sequence[int]] | None], *, with_lengths: bool) -> str:
+    several = len({each[0] for identity in told for each in identity or ()}) > 1
     words = []
     for rank, identity in enumerate(told):
         if identity is None:
@@ -120,8 +128,11 @@ def _words(told: Sequence[Sequence[Sequence[int]] | None]) -> str:
             said = "no batch in hand"
         else:
             said = " and ".join(
-                f"epoch {epoch}, batch {batch}" + (f" of sharded loader {loader}" if several else "")
-                for loader, epoch, batch in identity
+                f"epoch {epoch}"
+                + (f" of {length:,} samples" if with_lengths else "")
+                + f", batch {batch}"
+                + (f" of sharded loader {loader}" if several else "")
+                for loader, epoch, batch, length in identity
             )
         words.append(f"rank {rank}: {said}")
     return "; ".join(words) + (" (loaders in the order in which they were made)" if several else "")

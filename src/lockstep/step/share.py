@@ -41,7 +41,10 @@ backward has no part in it), less
   inside that loader's. Unless that one hands out its next batch during the inner pass: then the two are read
   side by side, and are remembered as such;
 - those that a forward without gradients has had, once another loader hands out a batch: an evaluation between two steps
-  (``model(next(validation))`` under ``torch.no_grad``) is over then.
+  (``model(next(validation))`` under ``torch.no_grad``) is over then;
+- those of other loaders than the one whose batch a forward with gradients is given, known by the batch's first tensor:
+  another module than the replica may have had them (an average of its weights that is evaluated between two steps).
+  That holds for this forward: another one of the same backward may be given them.
 
 Which batches a step has is also compared between the ranks (Note [Batches compared] in ``ddp/batches.py``). There a
 batch of another loader than the last one counts only if batches of both have come in each of the last two steps: one
@@ -66,8 +69,9 @@ from lockstep.step.ahead import ReadAhead
 from lockstep.text import joined
 from lockstep.trees import leaves
 
-#: The number of a loader, the epoch, and the number of the batch in it, from 0.
-BatchNumber = tuple[int, int, int]
+#: The number of a loader, the epoch, the number of the batch in it, from 0, and the number of samples that the epoch's
+#: order has on this rank; 0: it is not each rank's own.
+BatchNumber = tuple[int, int, int, int]
 #: The batches that gradients come from, by their loaders; empty: no batch.
 BatchId = tuple[BatchNumber, ...]
 
@@ -219,6 +223,12 @@ class _Pass:
         #: True if the pass is over, and a batch of it is in hand since a forward was given that.
         self.is_over = False
 
+    @property
+    def first(self) -> object:
+        """The first tensor of the batch in hand; None: it is gone, or not known."""
+        reference = self.trail[-1][0] if self.trail else None
+        return None if reference is None else reference()
+
 
 class BatchesInHand:
     """The shares of the batches that a rank's loops hold, one for each pass; see Note [Batches in hand]."""
@@ -241,6 +251,8 @@ class BatchesInHand:
         self._ahead: ReadAhead[_BatchAhead] | None = None
         #: True from the end of such a pass to the next forward that is in no pass and knows no batch.
         self._has_ended_ahead = False
+        #: The batch in hand when a loop was left before a forward had it, until one comes.
+        self._unread: _BatchAhead | None = None
         #: True once such a pass has ended, so that a forward in no pass may be of a batch of it. (A loop that was left
         #: before a forward had its batch is none.)
         self._is_listed = False
@@ -255,6 +267,8 @@ class BatchesInHand:
         self._counts = False
         #: The share of the last batch of a pass that is over, while no other has begun.
         self.over: BatchShare | None = None
+        #: The same, if the loop was left before the pass had come to its end.
+        self.left: BatchShare | None = None
         #: Items of a batch that is gone, for a backward that is still to come; and whether one is.
         self._left_over: Items | None = None
         self._awaits_backward = False
@@ -327,7 +341,7 @@ class BatchesInHand:
 
     def begin_pass(self, loader: object) -> None:
         """Note where a pass over ``loader`` begins, when its iterator is made."""
-        self.over = None
+        self.over = self.left = None
         self._passes = self._live()
         others = {each.loader for each in self._passes if each.loader is not loader}
         self._around[loader] = others - set(self._beside.get(loader, ()))
@@ -404,11 +418,13 @@ class BatchesInHand:
         """Note that the pass over ``loader`` is over; ``is_whole``: its loop has come to the end."""
         mine = next((each for each in self._passes if each.loader is loader), None)
         if mine is not None:
-            self.over = mine.share
+            self.over, self.left = mine.share, None if is_whole else mine.share
             self._is_listed |= mine.ahead is not None or (is_whole and mine.unread is not None)
             if mine.unread is not None and mine.ahead is None:
                 self._begin_ahead(mine)
             self._has_ended_ahead |= mine.ahead is not None
+            if mine.share is not None and mine.unread is not None and not is_whole:
+                self._unread = _BatchAhead(loader, mine.share, mine.number)
             if mine.ahead is not None and mine.ahead.known is not None and get_ident() != self._thread:
                 mine.is_over, mine.loader = True, mine.ahead.known  # what the model computes with is in hand still
         self._passes = [each for each in self._passes if each.loader is not loader]
@@ -427,10 +443,14 @@ class BatchesInHand:
             ValueError: no rank has any sample.
         """
         thread = self._thread = get_ident()
-        known = None if self._ahead is None else self._take_up(self._ahead.find(inputs), inputs, for_backward)
+        ahead = [] if self._ahead is None else self._ahead.find(inputs)
+        known = None if self._ahead is None else self._take_up(ahead, inputs, for_backward)
         mine = self._passes[-1] if self._passes else None
         share = self._base if mine is None or mine.is_over else mine.share
-        if known is not None:  # (whatever a thread that reads ahead has put in hand meanwhile)
+        given = self._given_alone(inputs, ahead) if for_backward and len(self._passes) > 1 else None
+        if known is None and given is not None:
+            known = given.share
+        if known is not None:  # (whatever a thread that reads ahead, or another loop, has put in hand meanwhile)
             share = known
         self._given = known if for_backward else None
         batch: BatchId | None
@@ -447,7 +467,7 @@ class BatchesInHand:
             each.unread = None
         if for_backward:
             for each in self._passes:
-                if each.came:
+                if each.came and given in (None, each):
                     each.read = each.share
             self._awaits_backward = True
             if self._left_over is not None and self._left_over.is_taken:
@@ -461,6 +481,23 @@ class BatchesInHand:
                 items.is_taken, items = True, None
         weight = 1.0 if share is None or isinstance(share, Items) else share.weight(self._world_size)
         return Taken(weight, items, batch)
+
+    def _given_alone(self, inputs: object, ahead: list[_BatchAhead]) -> _Pass | None:
+        """Return the pass whose batch alone a forward is given, if it is known; see Note [Batches in hand].
+
+        Args:
+            inputs: the model's, a tree.
+            ahead: the batches that were read ahead and are known by the inputs.
+        """
+        if self.items is not None:  # the script has said what weighs
+            return None
+        tensors = {id(leaf) for leaf in leaves(inputs) if isinstance(leaf, Tensor)}
+        given = [
+            each
+            for each in self._passes
+            if each.came and (id(each.first) in tensors or any(batch.loader is each.loader for batch in ahead))
+        ]
+        return given[0] if len(given) == 1 else None
 
     def _numbers(self, mine: _Pass) -> BatchId:
         """Return the batch of a pass and of those that are read beside it, by their loaders."""
@@ -499,6 +536,7 @@ class BatchesInHand:
                 mine.came, mine.ahead.known = True, batch
         if not batches:
             taken = self._share_of_unknown(live, inputs, for_backward)
+        self._unread = None
         return taken
 
     def _refuse_two_of_one(self, batches: list[_BatchAhead], live: list[_Pass]) -> None:
@@ -561,14 +599,17 @@ class BatchesInHand:
                 self._warn(mine.loader, mine.ahead.shares)
 
     def _warn_of_list(self, inputs: object) -> None:
-        """Warn, at the first such forward after a pass that read ahead, if it seems to be of a list of its batches."""
+        """Warn, at the first such forward after a pass that read ahead, if it seems to be of a batch, or of a list of
+        batches, of it."""
         if self._ahead is None or not self._has_ended_ahead:
             return
         self._has_ended_ahead = False
-        for its_pass, batches in self._ahead.living().items():
+        lists = {its_pass: batches for its_pass, batches in self._ahead.living().items() if len(batches) > 1}
+        if self._unread is not None:
+            lists[self._unread] = [self._unread]
+        for its_pass, batches in lists.items():
             shares = [batch.share for batch in batches]
-            is_list = len(shares) > 1 and not all(map(self._is_even, shares))
-            if is_list and _lengths(inputs) & {share.local_samples for share in shares}:
+            if not all(map(self._is_even, shares)) and _lengths(inputs) & {share.local_samples for share in shares}:
                 loader = batches[0].loader
                 self._warn(its_pass if loader is None else loader, list(dict.fromkeys(shares))[:_MOST_SHARES])
 
@@ -577,14 +618,14 @@ class BatchesInHand:
         if loader in self._warned:
             return
         self._warned.add(loader)
-        loader = "a sharded loader" if isinstance(loader, _AheadOfModel) else loader
+        loader = "a sharded loader" if isinstance(loader, (_AheadOfModel, _BatchAhead)) else loader
         callsite.warn(
             f"rank {self._rank} of {self._world_size}: batches of {loader} were taken before the model needed them (a "
-            "list of them, or a loop that reads ahead), and the shares of them weigh differently (here "
-            f"{', '.join(share.words() for share in shares)}). The inputs of this forward are none of their tensors, "
-            "so which batch it is of is not known, and its mean may not be exact. Give the model the loader's own "
-            "tensors, which are on this rank's device already; or use drop_last=True; or call world.weigh(this rank's "
-            "samples) before each backward"
+            "list of them, a loop that reads ahead, or next(iter(loader))), and the shares of them weigh differently "
+            f"(here {', '.join(share.words() for share in shares)}). The inputs of this forward are none of their "
+            "tensors, so which batch it is of is not known, and its mean may not be exact. Give the model the loader's "
+            "own tensors, which are on this rank's device already; or use drop_last=True; or call world.weigh(this "
+            "rank's samples) before each backward"
         )
 
     def _is_even(self, share: BatchShare) -> bool:
@@ -663,7 +704,8 @@ class BatchesInHand:
                 f"shares weigh differently, so that no one weight makes the mean exact: {batches}. Give the loaders "
                 f"the same batch size and length, or batch sizes that {self._world_size} ranks divide evenly with "
                 "drop_last=True; or pass the weights: world.weigh(this rank's samples) before the backward, and call "
-                "backward for each loader's loss by itself"
+                "backward for each loader's loss by itself. If only one of the batches is trained on, give the model "
+                "that loader's own tensors"
             )
 
     def _contested(self, *, of_backward: bool) -> list[tuple[object, BatchShare]]:

@@ -26,6 +26,7 @@ import torch
 from lockstep import accelerator
 from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.job import flight
+from lockstep.step import lengths
 from lockstep.step import tree_sum as order
 from lockstep.step.share import BatchShare
 
@@ -163,7 +164,8 @@ class SlicedStep:
     Args:
         world: the ranks.
         gather: how they tell each other how their slices went.
-        key: identifies the step on all ranks: the epoch, the number of the batch, and of the pass over it.
+        key: identifies the step on all ranks: the epoch, the number of the batch, and of the pass over it, and the
+            samples of the epoch's order, where each rank makes that for itself (else 0).
         cut: its slices.
         measures: count how long a GPU is at the slices, and not how long it takes to launch them; it is waited for at
             the step's end.
@@ -355,8 +357,14 @@ class SlicedStep:
                 "lockstep.Log and call each lockstep.replicate on every rank, in the same order"
             )
         if any(each[0] != told[0][0] for each in told):
-            steps = ", ".join(f"rank {rank}: {_words_of(each[0])}" for rank, each in enumerate(told))
-            raise CollectiveMismatch(f"{self.whoami()}: the ranks are at the end of different steps ({steps})")
+            is_apart = lengths.differ((each[0][0], each[0][3]) for each in told)
+            steps = ", ".join(
+                f"rank {rank}: {_words_of(each[0], with_length=is_apart)}" for rank, each in enumerate(told)
+            )
+            raise CollectiveMismatch(
+                f"{self.whoami()}: the ranks are at the end of different steps ({steps})"
+                + (f". {lengths.OTHER_LENGTHS}" if is_apart else "")
+            )
         return told
 
     def _take_weights(self, items: Sequence[dict[int, int]]) -> None:
@@ -403,10 +411,10 @@ class SlicedStep:
         return f"rank {self.world.rank} of {self.world.world_size}, {_words_of(self.key)}"
 
 
-def _words_of(key: Sequence[int]) -> str:
-    epoch, batch, *passes = key
-    again = f", pass {passes[0] + 1}" if passes and passes[0] else ""
-    return f"epoch {epoch}, batch {batch}{again}"
+def _words_of(key: Sequence[int], *, with_length: bool = False) -> str:
+    epoch, batch, its_pass, length = key
+    again = f", pass {its_pass + 1}" if its_pass else ""
+    return f"epoch {epoch}{f' of {length:,} samples' if with_length else ''}, batch {batch}{again}"
 
 
 def _living() -> list[Any]:

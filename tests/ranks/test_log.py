@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -72,6 +73,46 @@ def _log_weighted(folder: str) -> None:
     log.line()  # nothing was logged: no line
     log.close()
     log.close()
+
+
+def _log_counted(folder: str, late: bool) -> list[str]:
+    from lockstep.metrics import series
+
+    series._READS_AT_HAND = not late  # as on any other device
+    world = lockstep.init()
+    log = lockstep.Log(folder, every=5)
+    mask = torch.arange(4) < world.rank * 2 + 1  # of 1 and 3 elements
+    count = mask.sum()
+    plain = torch.Tensor.item
+
+    def reading(*_: Any) -> Any:
+        raise AssertionError("a tensor was read")
+
+    if late:
+        torch.Tensor.item = reading  # type: ignore[method-assign]
+    for samples in (count, mask.sum().float()[None], int(mask.numpy().sum()), mask.numpy().sum()):
+        log(loss=float(world.rank), acc=torch.tensor(float(world.rank)), samples=samples)
+        count += 100  # (what counts is what it was)
+    torch.Tensor.item = plain  # type: ignore[method-assign]
+    log(loss=float(world.rank), samples=np.float32(world.rank * 2 + 1))
+    log.line()
+    said = []
+    for wrong in (torch.tensor(-1), torch.tensor([1, 2]), np.int64(-1), torch.tensor(float("nan")), "2"):
+        try:
+            log(loss=1.0, samples=wrong)
+            log.line()
+        except (ValueError, lockstep.LockstepError) as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_weighs_may_be_a_number_of_any_kind(tmp_path: Path, late: bool) -> None:
+    for said in run_ranks(_log_counted, 2, str(tmp_path), late):
+        assert len(said) == 5
+        assert all("samples=" in words and "expected" in words for words in said), said
+    line = _lines(tmp_path, "metrics.jsonl")[0]
+    assert (line["step"], line["loss"], line["acc"]) == (5, 0.75, 0.75)
 
 
 @OVER_ALL

@@ -17,6 +17,7 @@ from lockstep.comm.init import current_world
 from lockstep.errors import LockstepError
 from lockstep.metrics.file import NAME
 from lockstep.metrics.lines import EvaluationResult, Lines, Target
+from lockstep.metrics.series import Weight, weight_of
 
 #: Default number of steps between two lines.
 _EVERY = 50
@@ -151,7 +152,7 @@ class Log:
         /,
         *,
         step: int | None = None,
-        samples: int | None = None,
+        samples: float | Any | None = None,
         **named: float | str | Any,
     ) -> None:
         """**Collective**, though nothing is sent unless a line is due: call it on every rank equally often.
@@ -162,8 +163,9 @@ class Log:
             values: values by name, for names that are not identifiers (``{"train/loss": loss}``).
             step: the step of the values, the same on every rank; it may stay the same, but not go back. None: one
                 more than the last. With a Checkpointer it is the Checkpointer's, and must not be given.
-            samples: the number of this rank's samples that the values are means of. None: this rank's share of the
-                batch that the sharded loader handed out last, or 1 if there is none.
+            samples: the number of this rank's samples that the values are means of: a number of Python or NumPy, or a
+                tensor with one element (``(labels != -100).sum()``), which on a GPU is read when a line is due. None:
+                this rank's share of the batch that the sharded loader handed out last, or 1 if there is none.
             named: values by name. Numbers of Python or NumPy and tensors with one element, of any real dtype and on any
                 device: each is the mean over this rank's samples. Texts: a line has rank 0's last one.
 
@@ -187,6 +189,7 @@ class Log:
         elif isinstance(step, bool) or not isinstance(step, int):
             lines.find_wrong(TypeError(f"step={step!r}: expected an int"), lines.step)
             step = lines.step
+        weight: Weight
         if samples is None:
             counted = world._in_hand.samples()
             if counted is None:
@@ -196,8 +199,11 @@ class Log:
         elif isinstance(samples, (int, float)) and 0 <= samples < math.inf:
             weight = samples
         else:
-            lines.find_wrong(ValueError(f"samples={samples!r}: expected a number, 0 or more"), step)
-            weight = 0.0
+            try:
+                weight = weight_of(samples)
+            except ValueError as unfit:
+                lines.find_wrong(unfit, step)
+                weight = 0.0
         lines.add(named, step, weight)
 
     @_torch.mark_untraced

@@ -48,7 +48,7 @@ from lockstep.errors import LockstepError
 from lockstep.job import notes
 from lockstep.metrics import sinks as to
 from lockstep.metrics.file import EVALUATION, LogFile, evaluation_line, result_key
-from lockstep.metrics.series import Numbers, SeriesSummary, merged, readable
+from lockstep.metrics.series import Numbers, SeriesSummary, Weight, merged, readable
 from lockstep.step import slicing
 from lockstep.text import counted, listed, which_ranks
 
@@ -161,7 +161,7 @@ class Lines:
 
     # What is logged --------------------------------------------------------------------------------------------------
 
-    def add(self, values: Mapping[str, Any], step: int, weight: float) -> None:
+    def add(self, values: Mapping[str, Any], step: int, weight: Weight) -> None:
         """**Collective** when a line is due. Add the values of one call."""
         if self._closed:
             self._refuse_closed()
@@ -204,13 +204,13 @@ class Lines:
         if every is not None and not by_steps:
             self._due_call = min(self._due_call, self._meets_about_steps_at)
 
-    def _add_unusual(self, key: str, value: Any, weight: float, step: int) -> None:
+    def _add_unusual(self, key: str, value: Any, weight: Weight, step: int) -> None:
         try:
             self._add_one(key, value, weight, step)
         except (TypeError, ValueError) as unfit:
             self._find_wrong(unfit, step, sys._getframe(1))
 
-    def _add_one(self, key: str, value: Any, weight: float, step: int) -> None:
+    def _add_one(self, key: str, value: Any, weight: Weight, step: int) -> None:
         if type(value) is float:  # (isinstance(value, Real) takes ten times as long)
             self._series(key).add(value, weight, step)
         elif isinstance(value, torch.Tensor):

@@ -10,6 +10,8 @@ would use the order and precision of the device. Numbers that are read one by on
 (``math.fsum``), and those that are not finite are counted apart: one NaN in fifty steps does not spoil the mean of the
 others.
 
+A weight on a GPU (``samples=``) is copied and read in the same way, by itself.
+
 A number in the CPU's own memory is there when the call that made it has returned. Reading it waits for nothing, and
 takes a tenth of the time of a copy.
 """
@@ -21,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 #: The number of copies that are stacked at once, to keep few objects with few calls of stack.
@@ -37,6 +40,43 @@ _FLOATS, _STRIDED = {torch.float64, torch.float32, torch.float16, torch.bfloat16
 _QUANTIZED = {getattr(torch, name, None) for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4")}
 #: True if numbers in the CPU's memory are read at once; tests turn it off to simulate other devices.
 _READS_AT_HAND = True
+
+
+#: The number of samples that a value is the mean of; a tensor: it is read at a line.
+Weight = float | torch.Tensor
+
+
+def weight_of(samples: object) -> Weight:
+    """Return the weight that a script has given, without waiting for a device: a number, or a copy on the device.
+
+    Raises:
+        ValueError: it is not one real number of 0 or more.
+    """
+    if isinstance(samples, torch.Tensor):
+        if samples.numel() != 1 or not readable(samples):
+            raise ValueError(f"samples={_described(samples)}: expected one number, 0 or more")
+        if not (samples.is_cpu and _READS_AT_HAND):
+            return samples.detach().clone().reshape(())
+        samples = samples.item()
+    elif isinstance(samples, np.generic):
+        samples = samples.item()
+    if not isinstance(samples, (int, float)) or not 0 <= samples < math.inf:
+        raise ValueError(f"samples={samples!r}: expected a number, 0 or more")
+    return samples
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"<tensor of shape {list(tensor.shape)}, {tensor.dtype}, on {tensor.device}>"
+
+
+def _read(weight: Weight) -> float:
+    """Return a weight, waiting for its device."""
+    if not isinstance(weight, torch.Tensor):
+        return weight
+    number: float = weight.item()
+    if not 0 <= number < math.inf:
+        raise ValueError(f"samples={number}: expected a number, 0 or more")
+    return number
 
 
 def readable(tensor: torch.Tensor) -> bool:
@@ -116,17 +156,17 @@ class Numbers:
 
     def __init__(self) -> None:
         #: Numbers from the CPU's memory, with their weights and steps.
-        self._plain: list[tuple[float, float, int]] = []
+        self._plain: list[tuple[float, Weight, int]] = []
         #: Copies of tensors of one dtype on one device, the stacks of earlier copies, and the weights and steps of all.
         self._copies: list[torch.Tensor] = []
         self._stacks: list[torch.Tensor] = []
-        self._weights: list[tuple[float, int]] = []
+        self._weights: list[tuple[Weight, int]] = []
 
-    def add(self, number: float, weight: float, step: int = 0) -> None:
+    def add(self, number: float, weight: Weight, step: int = 0) -> None:
         """Add a number."""
         self._plain.append((number, weight, step))
 
-    def add_at_hand(self, value: object, weight: float, step: int = 0) -> bool:
+    def add_at_hand(self, value: object, weight: Weight, step: int = 0) -> bool:
         """Add a value of the usual kinds: a float, or a tensor of one in the CPU's memory. Return whether it was added.
 
         (A step evicts the log from the caches, so this method does all that nearly every call needs.)
@@ -144,7 +184,7 @@ class Numbers:
         self._plain.append((value, weight, step))  # type: ignore[arg-type]  # a float by now
         return True
 
-    def add_tensor(self, tensor: torch.Tensor, weight: float, step: int = 0) -> None:
+    def add_tensor(self, tensor: torch.Tensor, weight: Weight, step: int = 0) -> None:
         """Add the current value of ``tensor``, which has one element, without waiting for its device."""
         if tensor.is_cpu and _READS_AT_HAND:
             number = tensor.item()
@@ -175,7 +215,8 @@ class Numbers:
         """Return a summary of all numbers, waiting for their devices, and begin anew."""
         self._stack()
         read = [number for stack in self._stacks for number in stack.tolist()]
-        numbers = [*self._plain, *((number, *rest) for number, rest in zip(read, self._weights, strict=True))]
+        late = ((number, *rest) for number, rest in zip(read, self._weights, strict=True))
+        numbers = [(number, _read(weight), step) for number, weight, step in (*self._plain, *late)]
         self._plain, self._stacks, self._weights = [], [], []
         summary = summary_of((number, weight) for number, weight, _ in numbers)
         if not summary.nonfinite:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -462,6 +464,49 @@ def gradient_penalty(model: nn.Module, rank: int, step: int) -> Tensor:
 @ON_GPUS
 def test_a_gradient_penalty_is_averaged_with_the_loss() -> None:
     run_ranks(train_and_check, 2, replicate_tiny, mlp, gradient_penalty)
+
+
+def _penalise_gradients(model: nn.Module, inputs: Tensor, way: str, unsynced: AbstractContextManager[Any]) -> None:
+    """Add the gradients of a loss to ``grad``, and then those of a penalty on what is there."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using backward.. with create_graph=True")
+        if way == "accumulated":
+            with unsynced:
+                torch.autograd.backward(model(inputs).sin().mean(), create_graph=True)
+        torch.autograd.backward(model(inputs).square().mean(), create_graph=True)
+    penalty = torch.stack([param.grad.square().sum() for param in model.parameters() if param.grad is not None]).sum()
+    differentiate(penalty if way == "alone" else model(inputs).cos().mean() + 0.1 * penalty)
+
+
+def _gradients_with_a_graph(attach: Attach, way: str, set_to_none: bool) -> None:
+    world = lockstep.init(timeout=20)
+    counts = (3, 1)
+    model, alone = wide().to(world.device), wide()
+    wrapper = attach(model)
+    for step in range(3):
+        world.share = lockstep.BatchShare(counts[world.rank], sum(counts))
+        parts = [batch(rank, step, count, 5) for rank, count in enumerate(counts)]
+        wrapper.zero_grad(set_to_none=set_to_none)
+        alone.zero_grad()
+        if step == 2:  # views of buckets are there when the graph is made
+            differentiate(wrapper(parts[world.rank].to(world.device)).mean())
+            differentiate(alone(torch.cat(parts)).mean())
+        _penalise_gradients(wrapper, parts[world.rank].to(world.device), way, lockstep.no_sync(wrapper))
+        _penalise_gradients(alone, torch.cat(parts), way, nullcontext())
+        for (name, param), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert param.grad is not None and other.grad is not None
+            assert torch.allclose(param.grad.cpu(), other.grad, rtol=1e-10, atol=1e-12), name
+
+
+@pytest.mark.parametrize("way", ["together", "alone", "accumulated"])
+@pytest.mark.parametrize("attach", WAYS, ids=name_of)
+@ON_GPUS
+def test_averages_are_differentiated_once_more(attach: Attach, way: str) -> None:
+    run_ranks(_gradients_with_a_graph, 2, attach, way, True)
+
+
+def test_averages_are_differentiated_once_more_where_gradients_are_zeroed() -> None:
+    run_ranks(_gradients_with_a_graph, 2, replicate_tiny, "together", False)
 
 
 # What comes after backward ------------------------------------------------------------------------------------------

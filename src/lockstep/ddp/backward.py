@@ -27,6 +27,15 @@ A user's hook that runs the optimizer inside backward steps with this rank's gra
 sets ``grad`` to None. That is detected, and it is an error: there was an event, but there is no gradient, and the
 parameter was changed in place since the backward began. (An event without a gradient is not enough: a function may have
 had none to give.) A hook that zeroes ``grad`` in place is not found.
+
+Note [Gradients with a graph]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+``loss.backward(create_graph=True)`` leaves gradients in ``grad`` that can be differentiated once more: ``penalty =
+sum(p.grad.square().sum() for p in model.parameters())``. A view of a bucket would hold the average without any graph,
+so that the penalty adds nothing. After such a backward the averages are copied into the gradients, which keep this
+rank's graph. That is exact: with g the average, the penalty f(g) has the gradient f'(g) times the derivative of g,
+which is the mean over the ranks of w_r times the derivative of g_r, and the backward of the penalty averages just
+these, if its batch is in the same shares w_r (Note [Exact mean]).
 """
 
 from __future__ import annotations
@@ -172,6 +181,8 @@ class Backward:
         self.sync, self.number = sync, number
         self.is_hooked = averaging.comm_hook is not None
         self.factor, self._divisor, self._kept = factor, divisor, kept
+        # Autograd records within a backward only if it has ``create_graph``; see Note [Gradients with a graph].
+        self._as_view = averaging.as_view and not torch.is_grad_enabled()
         #: Positions, within the buckets issued so far, of the parameters that got no gradient on this rank.
         self.missing: list[int] = []
         self.left_out = self.progress = 0
@@ -417,14 +428,14 @@ class Backward:
     def _write(self, bucket: Bucket, unused: Sequence[int]) -> None:
         """Hand out the averages, but for the slots that no rank used."""
         if not bucket.turn.missing:
-            if self._all.as_view:
+            if self._as_view:
                 bucket.unpack_as_views()
             else:
                 bucket.unpack_by_copy()
             return
         for slot in range(len(bucket)):
             if slot not in unused:
-                bucket.unpack_one(slot, as_view=self._all.as_view)
+                bucket.unpack_one(slot, as_view=self._as_view)
 
     def _wait(self, bucket: Bucket) -> None:
         turn = bucket.turn

@@ -136,9 +136,9 @@ GPU_FAULTS = [
     ),
     Fault(
         "flags to send lie on the host",
-        "ddp/left_out.py",
-        "torch.eye(_FLAGS, dtype=dtype).to(device)",
-        "torch.eye(_FLAGS, dtype=dtype)",
+        "ddp/bit_flags.py",
+        ".view(-1, FLAGS).to(dtype).to(device)",
+        ".view(-1, FLAGS).to(dtype)",
         (_COMPARISONS, "-k", "nothing_waits"),
     ),
     Fault(

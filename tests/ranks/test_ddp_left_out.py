@@ -43,6 +43,26 @@ def test_a_rank_that_leaves_a_backward_out_is_found_in_the_next(way: str) -> Non
         assert "Decide that on all ranks together" in message
 
 
+def _leaves_several_out(number: int) -> None:
+    world = lockstep.init(timeout=20)
+    model = lockstep.replicate(mlp())
+    for step in range(2 + 2 * number):
+        model.zero_grad()
+        loss = squares(model, world.rank, step)
+        if world.rank == 1 and 2 <= step < 2 + number:
+            continue
+        differentiate(loss)
+    raise AssertionError("nothing was noticed")
+
+
+@pytest.mark.parametrize("number", [4, 8, 16])
+@OVER_BOTH
+def test_any_number_of_backwards_left_out_in_a_row_is_found(number: int) -> None:
+    for outcome in collect_outcomes(_leaves_several_out, 2, number):
+        assert outcome.error == "CollectiveMismatch", outcome.traceback
+        assert f"after {number} forwards without a backward" in str(outcome.message)
+
+
 @pytest.mark.ranks(2)
 def test_ranks_may_differ_in_forwards_that_are_not_for_training(world: lockstep.World) -> None:
     plays = 1 + 2 * world.rank  # so many more forwards has this rank

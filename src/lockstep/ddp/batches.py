@@ -11,10 +11,9 @@ these too. Where loaders are read side by side, it takes those of a batch of eac
 epoch's order, where each rank makes that for itself: a dataset to which each rank adds what it finds would have another
 order on each, at equal numbers of batches.
 
-They travel in the flags of the last bucket (Note [Bucket layout]): each bit of a digest of them has a flag for "it is
-1" and one for "it is 0", as in Note [Replicas compared], so that a difference shows on every rank, whatever the dtype.
-Two batches have the same digest by accident once in 2¹² pairs, and the next pair has another. A rank that can't tell
-which batch it is in sets no flag, and differs from no other:
+A digest of them travels in the flags of the last bucket (``bit_flags.py``), so that a difference shows on every rank,
+whatever the dtype. Two batches have the same digest by accident once in 2¹² pairs, and the next pair has another. A
+rank that can't tell which batch it is in sets no flag, and differs from no other:
 
 - the batch was handed out to another thread, which fetches ahead for the one that computes, as far as it gets;
 - the loop goes over a list of batches, and the model is given none of their tensors;
@@ -28,7 +27,6 @@ an accelerator the flags are read a backward later: Note [Read a backward later]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from operator import mul
 
 import torch
@@ -37,15 +35,13 @@ from torch import Tensor
 
 from lockstep.accelerator import CPU
 from lockstep.comm.exchange import all_gather_records
+from lockstep.ddp.bit_flags import BITS, FLAGS, flags_of_numbers
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.rider import BackwardState, Standing
 from lockstep.errors import CollectiveMismatch
 from lockstep.step import lengths
 from lockstep.step.share import BatchId
 
-#: Bits of a digest.
-_BITS = 12
-_FLAGS = 2 * _BITS
 #: Odd factors; the first is 2⁶⁴ divided by the golden ratio, whose multiples' upper bits differ for numbers in a row.
 _GOLDEN, _OF_EPOCHS, _OF_LOADERS, _OF_LENGTHS = 0x9E3779B97F4A7C15, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
 
@@ -68,11 +64,11 @@ class BatchFlags:
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device = CPU) -> None:
         self._group = group
         #: Row d: the flags of digest d.
-        self._rows = _rows(dtype, device)
+        self._rows = flags_of_numbers(dtype, device)
 
     def width(self, parameters: int, *, is_last: bool) -> int:  # noqa: ARG002  (as the protocol has it)
         """See :class:`~lockstep.ddp.rider.Rider`."""
-        return _FLAGS if is_last else 0
+        return FLAGS if is_last else 0
 
     def write(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:  # noqa: ARG002
         """See :class:`~lockstep.ddp.rider.Rider`."""
@@ -103,19 +99,13 @@ class BatchFlags:
         """See :class:`~lockstep.ddp.rider.Rider`: nothing is told without a bucket."""
 
 
-@lru_cache(maxsize=8)
-def _rows(dtype: torch.dtype, device: torch.device) -> Tensor:
-    bits = torch.arange(1 << _BITS).unsqueeze(1) >> torch.arange(_BITS) & 1
-    return torch.stack([bits, 1 - bits], dim=2).view(-1, _FLAGS).to(dtype).to(device)
-
-
 def _digest(identity: BatchId) -> int:
-    """Return a number of _BITS bits for a batch, the same on all ranks, whatever their machines and Pythons."""
+    """Return a number of BITS bits for a batch, the same on all ranks, whatever their machines and Pythons."""
     number = 0
     for loader, epoch, batch, length in identity:
         key = 1 + batch + epoch * _OF_EPOCHS + loader * _OF_LOADERS + length * _OF_LENGTHS
         number = (number + key) * _GOLDEN & 0xFFFFFFFFFFFFFFFF
-    return number >> (64 - _BITS)
+    return number >> (64 - BITS)
 
 
 def _words(told: Sequence[Sequence[Sequence[int]] | None], *, with_lengths: bool) -> str:

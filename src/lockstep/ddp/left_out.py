@@ -1,10 +1,12 @@
 """The check that ranks are in the same backward, over a backend without labels; see Note [Left-out backwards].
 
-Each rank sets one of a few flags, according to how far it has come. If more than one is not 0, the ranks are in
-different backwards; a rank that is behind by a multiple of the number of flags goes unnoticed.
+How far each rank has come travels in the flags of the last bucket (``bit_flags.py``), modulo 4096: a rank that is
+behind by a multiple of that goes unnoticed.
 """
 
 from __future__ import annotations
+
+from operator import mul
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from lockstep.accelerator import CPU
 from lockstep.comm.exchange import all_gather_records
+from lockstep.ddp.bit_flags import BITS, FLAGS, flags_of_numbers
 from lockstep.ddp.bucket import Bucket
 from lockstep.ddp.rider import BackwardState, Standing
 from lockstep.errors import CollectiveMismatch
@@ -19,7 +22,6 @@ from lockstep.text import counted, sentence
 
 #: Backwards are numbered modulo this; see Note [Labels] in backward.py.
 LABELS = 16
-_FLAGS = 4
 _LEFT_OUT = "without a backward"
 
 
@@ -33,19 +35,19 @@ class LeftOut:
     """
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device = CPU) -> None:
-        self._group, self._rows = group, torch.eye(_FLAGS, dtype=dtype).to(device)
+        self._group, self._rows = group, flags_of_numbers(dtype, device)
 
     def width(self, parameters: int, *, is_last: bool) -> int:  # noqa: ARG002  (as the protocol has it)
         """See :class:`~lockstep.ddp.rider.Rider`."""
-        return _FLAGS if is_last else 0
+        return FLAGS if is_last else 0
 
     def write(self, bucket: Bucket, flags: Tensor, sending: BackwardState) -> None:  # noqa: ARG002
         """See :class:`~lockstep.ddp.rider.Rider`."""
-        flags.copy_(self._rows[sending.progress % _FLAGS])
+        flags.copy_(self._rows[sending.progress % (1 << BITS)])
 
     def row(self, sending: Standing) -> Tensor:
         """See :class:`~lockstep.ddp.later.RankComparison`."""
-        return self._rows[sending.progress % _FLAGS]
+        return self._rows[sending.progress % (1 << BITS)]
 
     def read(self, bucket: Bucket, flags: Tensor, sending: Standing) -> None:  # noqa: ARG002
         """See :class:`~lockstep.ddp.rider.Rider`.
@@ -53,7 +55,8 @@ class LeftOut:
         Raises:
             CollectiveMismatch: the ranks are in different backwards; on all ranks.
         """
-        if flags.tolist().count(0) == _FLAGS - 1:
+        read = flags.tolist()
+        if not any(map(mul, read[::2], read[1::2])):
             return
         told = [
             f"rank {rank} in backward {backward} of each {LABELS}"

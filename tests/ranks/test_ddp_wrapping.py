@@ -104,6 +104,62 @@ def test_what_cannot_be_a_replica_is_refused_on_every_rank_with_what_to_do_inste
     run_ranks(_refused, 2)
 
 
+def _tables() -> nn.Module:
+    torch.manual_seed(4)
+    words = nn.Embedding(9, 3, max_norm=0.5, dtype=torch.float64)
+    return nn.Sequential(words, nn.Flatten(), nn.Linear(6, 2, dtype=torch.float64))
+
+
+def _rescaled_in_forward() -> None:
+    world = lockstep.init(timeout=20)
+    bag = nn.Sequential(nn.EmbeddingBag(9, 3, max_norm=2.0, norm_type=1.0))
+    for attach in (lockstep.replicate, lockstep.DistributedDataParallel):
+        with pytest.raises(ValueError, match=r"'0' has max_norm=0.5: .*layer.weight.renorm_\(2, 0, 0.5\)"):
+            attach(_tables())
+        with pytest.raises(ValueError, match=r"get_submodule\('0'\).*renorm_\(1, 0, 2\)"):
+            attach(bag)
+    # One that no replica holds, and replicas that may differ.
+    ignoring = _tables()
+    ignoring._ddp_params_and_buffers_to_ignore = ["0.weight"]  # type: ignore[assignment]
+    lockstep.replicate(ignoring)
+    lockstep.replicate(_tables(), compare_every=None)
+    lockstep.replicate(_tables(), sync=lockstep.LocalSteps())
+
+    # What the error says to do: the steps of one process.
+    models = [_tables(), _tables()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9) for model in models]
+    for model in models:
+        layer = model.get_submodule("0")
+        assert isinstance(layer, nn.Embedding)
+        layer.max_norm = None
+    lockstep.replicate(models[0], compare_every=1)
+    for step in range(5):
+        parts = [(batch(rank, step, 4, 2).abs() * 4).long().clamp(max=8) for rank in range(world.world_size)]
+        for model, optimizer, words in zip(models, optimizers, (parts[world.rank], torch.cat(parts)), strict=True):
+            optimizer.zero_grad()
+            differentiate(model(words).square().mean())
+            optimizer.step()
+            with torch.no_grad():
+                model.get_parameter("0.weight").renorm_(2, 0, 0.5)
+        for own, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.allclose(own, other, rtol=1e-10, atol=1e-12)
+
+
+def test_embeddings_that_rescale_rows_of_their_own_samples_are_refused() -> None:
+    run_ranks(_rescaled_in_forward, 2)
+
+
+def _rescaled_alone() -> None:
+    lockstep.init()
+    model = lockstep.replicate(_tables())
+    differentiate(model(torch.tensor([[1, 2]])).square().mean())
+    assert float(model.get_parameter("0.weight").norm(dim=1).max()) > 0.5  # (the rows that were not looked up)
+
+
+def test_one_rank_may_rescale_rows_in_its_forwards() -> None:
+    run_ranks(_rescaled_alone, 1)
+
+
 def _ignored() -> None:
     world = lockstep.init(timeout=20)
     attaches: list[Attach] = [lockstep.replicate, lockstep.DistributedDataParallel]

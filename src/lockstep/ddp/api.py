@@ -335,7 +335,9 @@ def attach(
     if unfit is not None:
         gc.collect()  # a wrapper that is no longer used may lie in a cycle
         unfit = _why_taken(model)
-    unfit = unfit or why_unfit(model, group, sends_buffers=options.sends_buffers, runs_hooks=wrapper is None)
+    unfit = unfit or why_unfit(
+        model, group, sends_buffers=options.sends_buffers, runs_hooks=wrapper is None, stays_equal=options.compares
+    )
     if options.sync is not None:
         unfit = unfit or why_unfit_for_local_steps(model)
     if options.precision is not None:

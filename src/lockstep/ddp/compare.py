@@ -131,7 +131,9 @@ def _say(kind: str, entry: Sequence[Any]) -> str:
     return words
 
 
-def why_unfit(module: nn.Module, group: dist.ProcessGroup, *, sends_buffers: bool, runs_hooks: bool) -> str | None:
+def why_unfit(
+    module: nn.Module, group: dist.ProcessGroup, *, sends_buffers: bool, runs_hooks: bool, stays_equal: bool
+) -> str | None:
     """Return why ``module`` can't be a replica, and what to do instead; None if it can.
 
     Args:
@@ -139,10 +141,13 @@ def why_unfit(module: nn.Module, group: dist.ProcessGroup, *, sends_buffers: boo
         group: the process group that is to carry its gradients.
         sends_buffers: buffers are sent to all ranks.
         runs_hooks: the forward hooks of ``module`` announce its forwards.
+        stays_equal: replicas are to be equal after each step.
     """
+    rescales = stays_equal and dist.get_world_size(group) > 1
     return (
         _why_module(module, runs_hooks=runs_hooks)
         or _why_layer(module)
+        or (_why_embedding(module) if rescales else None)
         or next((why for name, param in parameters_of(module) if (why := _why_parameter(name, param))), None)
         or next((why for name, buffer in buffers_of(module) if (why := _why_buffer(name, buffer, sends_buffers))), None)
         or _why_device(module, group)
@@ -179,6 +184,23 @@ def _why_layer(module: nn.Module) -> str | None:
                     f"'{name}' is a torch.nn.SyncBatchNorm on the CPU, and torch's runs on GPUs only: call "
                     "lockstep.convert_sync_batchnorm(model) first; its layers run on both"
                 )
+    return None
+
+
+def _why_embedding(module: nn.Module) -> str | None:
+    """Refuse embeddings that write to their table in each forward, to the rows of this rank's samples alone."""
+    held = {id(param) for _, param in parameters_of(module)}
+    for name, layer in module.named_modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
+            if id(layer.weight) not in held:
+                continue
+            return (
+                f"'{name}' has max_norm={layer.max_norm:g}: each of its forwards rescales the rows that it looks up, "
+                "and these are those of the rank's own samples, so that the replicas would differ. Let each step "
+                f"rescale the whole table instead: with `layer = model.get_submodule({name!r})`, set `layer.max_norm "
+                "= None`, and after each optimizer.step() `with torch.no_grad(): "
+                f"layer.weight.renorm_({layer.norm_type:g}, 0, {layer.max_norm:g})`"
+            )
     return None
 
 

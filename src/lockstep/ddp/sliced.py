@@ -356,8 +356,9 @@ class SlicedGradients:
         if moved is not None:
             step.note_mistake(
                 f"parameter '{moved}' was changed inside slice {number}, so the slices after it are of other "
-                "parameters, and each rank has another number of them: step the optimizer, and move averages that "
-                "follow the model (a momentum encoder), after the inner loop"
+                "parameters, and each rank has another number of them: step the optimizer, move averages that "
+                "follow the model (a momentum encoder), and rescale embeddings (`layer.max_norm = None`, then "
+                "`layer.weight.renorm_(2, 0, max_norm)` under torch.no_grad), after the inner loop"
             )
         grads: Leaf = []
         for param, name in zip(self._params, self._names, strict=True):

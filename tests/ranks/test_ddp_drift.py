@@ -57,6 +57,46 @@ def _steps_until_found(
     return None
 
 
+class _Langevin(torch.optim.SGD):
+    """Adds noise in each step: from torch's generator, or from one of its own that all ranks seed alike."""
+
+    def __init__(self, model: nn.Module, *, generator: torch.Generator | None) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self._generator = generator
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                noise = torch.randn(param.shape, generator=self._generator, dtype=param.dtype).to(param.device)
+                param.add_(noise, alpha=0.01)
+
+
+def _train_with_noise(own: bool) -> list[float]:
+    world = lockstep.init(timeout=20)
+    model = lockstep.replicate(mlp(torch.float32).to(world.device), compare_every=1)
+    optimizer = _Langevin(model, generator=torch.Generator().manual_seed(5) if own else None)
+    data = TensorDataset(torch.randn(48, 5))
+    for (inputs,) in lockstep.shard(DataLoader(data, batch_size=8)):
+        optimizer.zero_grad()
+        differentiate(model(inputs).square().mean())
+        optimizer.step()
+    return [float(param.sum()) for param in model.parameters()]
+
+
+@OVER_ALL
+def test_noise_from_a_generator_that_all_ranks_seed_alike_keeps_replicas_equal() -> None:
+    first, second = run_ranks(_train_with_noise, 2, True)
+    assert first == second
+
+
+def test_noise_of_each_rank_is_found_and_the_way_out_is_said() -> None:
+    for outcome in collect_outcomes(_train_with_noise, 2, False):
+        assert outcome.error == "ReplicaMismatch", outcome.traceback
+        assert "generator=torch.Generator(device).manual_seed(step)" in str(outcome.message)
+
+
 # Planted ------------------------------------------------------------------------------------------------------------
 
 _KINDS = ("parameter", "exp_avg", "exp_avg_sq", "step")

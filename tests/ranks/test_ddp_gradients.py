@@ -494,7 +494,8 @@ def _gradients_with_a_graph(attach: Attach, way: str, set_to_none: bool) -> None
         _penalise_gradients(wrapper, parts[world.rank].to(world.device), way, lockstep.no_sync(wrapper))
         _penalise_gradients(alone, torch.cat(parts), way, nullcontext())
         for (name, param), other in zip(model.named_parameters(), alone.parameters(), strict=True):
-            assert param.grad is not None and other.grad is not None
+            assert param.grad is not None
+            assert other.grad is not None
             assert torch.allclose(param.grad.cpu(), other.grad, rtol=1e-10, atol=1e-12), name
 
 

@@ -202,7 +202,10 @@ def advise(difference: Difference, holdings: Holdings, *, since: str, has_joined
     else:
         reason = (
             "The program does something on some ranks alone: another learning rate, a step that is left out, a line "
-            "under `if rank == 0` that writes to the model, or an optimizer that draws random numbers."
+            "under `if rank == 0` that writes to the model, or a step that draws random numbers (noise on gradients or "
+            "parameters, stochastic rounding), which are each rank's own while a batch is in hand, and always on a "
+            "GPU: draw them from a generator of their own, seeded alike on all ranks, "
+            "torch.randn(..., generator=torch.Generator(device).manual_seed(step))."
         )
     return (
         f"{reason} Resume from a checkpoint that was saved {since}: `lockstep checkpoint rewind FOLDER --to STEP` sets "

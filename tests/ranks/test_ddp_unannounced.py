@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.ddp.api import replica_of
@@ -333,3 +334,107 @@ def _laid_out_again(before: bool) -> None:
 @pytest.mark.parametrize("before", [True, False])
 def test_parameters_that_are_thawed_are_looked_in_front_of_too(before: bool) -> None:
     run_ranks(_laid_out_again, 3, before)
+
+
+def _thawed(plans: Sequence[Sequence[int]], first: str, head: bool) -> None:
+    """What was frozen is trained from the second step on; the model is never called."""
+    world = lockstep.init(timeout=20)
+    models = [Task(), Task()]
+    for model in models:
+        model.requires_grad_(False)
+        model.get_submodule(first).requires_grad_(True)
+    lockstep.replicate(models[0], compare_every=1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    for step in range(4):
+        for model in models if step == 1 else ():
+            model.requires_grad_(True)
+            model.get_submodule(first).requires_grad_(head)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for number, counts in enumerate(plans, 10 * step):
+            share(counts)
+            is_last = number % 10 == len(plans) - 1
+            with torch.enable_grad() if is_last else lockstep.no_sync(models[0]):
+                differentiate(models[0].loss(batch(world.rank, number, counts[world.rank], 5)))
+            parts = [batch(rank, number, count, 5) for rank, count in enumerate(counts)]
+            differentiate(models[1].loss(torch.cat(parts)))
+        for optimizer in optimizers:
+            optimizer.step()
+        for (name, own), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            assert torch.allclose(own, other, rtol=1e-10, atol=1e-12), (step, name)
+    trained = len([param for param in models[0].parameters() if param.requires_grad])
+    assert replica_of(models[0]).reducer.step == 4
+    assert len(replica_of(models[0]).reducer.params) == trained
+
+
+@pytest.mark.parametrize("head", [True, False], ids=["with the others", "instead of the others"])
+@pytest.mark.parametrize("first", ["net.0", "net.4"])  # the gradients of which come last, or before all others
+@pytest.mark.parametrize("plans", [[UNEQUAL], [EMPTY, UNEQUAL]], ids=str)
+def test_parameters_that_are_thawed_are_averaged_from_their_first_backward_on(
+    plans: list[tuple[int, ...]], first: str, head: bool
+) -> None:
+    run_ranks(_thawed, 3, plans, first, head)
+
+
+class Repeated(Task):
+    """Computes all but its last layer once more within the backward."""
+
+    def forward(self, samples: Tensor) -> Tensor:
+        *layers, last = self.net.children()
+        scores: Tensor = last(checkpoint(nn.Sequential(*layers), samples.requires_grad_(), use_reentrant=True))
+        return scores
+
+
+def _thawed_too_late() -> None:
+    world = lockstep.init(timeout=20)
+    model = Repeated()
+    model.get_submodule("net.2").requires_grad_(False)
+    lockstep.replicate(model)
+    scores = model(batch(world.rank, 0, 2, 5))
+    model.requires_grad_(True)
+    differentiate(scores.square().mean())
+
+
+def test_a_parameter_that_is_thawed_between_forward_and_backward_is_an_error() -> None:
+    for rank, outcome in enumerate(collect_outcomes(_thawed_too_late, 2)):
+        assert outcome.error == "LockstepError", outcome.traceback
+        assert f"rank {rank} of 2, step 1: parameter 'net.2." in str(outcome.message)
+        assert "unfreeze parameters between steps" in str(outcome.message)
+
+
+def _adapted() -> None:
+    """An adapter that comes after replicate, in a model that is never called."""
+    world = lockstep.init(timeout=20)
+    model = Task()
+    lockstep.replicate(model)
+    share(EQUAL)
+    differentiate(model.loss(batch(world.rank, 0, 2, 5)))
+    model.net.append(nn.Linear(3, 3).double())
+    differentiate(model.loss(batch(world.rank, 1, 2, 5)))
+
+
+def test_a_parameter_that_comes_after_replicate_is_an_error() -> None:
+    for rank, outcome in enumerate(collect_outcomes(_adapted, 3)):
+        assert outcome.error == "LockstepError", outcome.traceback
+        assert f"rank {rank} of 3: parameter 'net.5.weight' was added or replaced" in str(outcome.message)
+
+
+def _thawed_apart() -> None:
+    world = lockstep.init(timeout=20)
+    model = Task()
+    model.get_submodule("net.4").requires_grad_(False)
+    lockstep.replicate(model, sync=lockstep.LocalSteps(every=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        if step == 2:
+            model.requires_grad_(True)
+        optimizer.zero_grad()
+        differentiate(model.loss(batch(world.rank, step, 2, 5)))
+        optimizer.step()
+    lockstep.finish_round(model)
+    sums = [float(param.sum()) for param in model.parameters()]
+    assert world.gather(sums) in (None, [sums] * 2)
+
+
+def test_what_is_thawed_where_ranks_train_apart_is_averaged_in_rounds() -> None:
+    run_ranks(_thawed_apart, 2)

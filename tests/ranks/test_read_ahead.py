@@ -204,6 +204,55 @@ def test_nothing_is_said_where_all_batches_weigh_alike(reader: str) -> None:
         assert told == []
 
 
+class _Regression(nn.Linear):
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.mse_loss(nn.functional.linear(inputs, self.weight, self.bias), targets)
+
+
+def _train_by_method(reader: str, weighs: bool) -> tuple[Any, list[str]]:
+    """The model is never called: it returns its loss by another method."""
+    world = lockstep.init(timeout=60)
+    torch.manual_seed(0)
+    model = _Regression(2, 1, dtype=torch.float64).to(world.device)
+    lockstep.replicate(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples = TensorDataset(*(torch.randn(_SAMPLES, size, dtype=torch.float64) for size in (2, 1)))
+    loader = lockstep.shard(DataLoader(samples, batch_size=_BATCH))
+    weights = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for inputs, targets in _READERS[reader](loader):
+                optimizer.zero_grad()
+                if weighs:
+                    world.weigh(len(targets))
+                model.loss(inputs, targets).backward()
+                optimizer.step()
+                weights.append(model.weight.flatten().tolist())
+    return weights, [str(each.message) for each in told]
+
+
+@OVER_ALL
+def test_losses_by_another_method_train_as_one_process_in_an_ordinary_pass() -> None:
+    ((alone, _),) = run_ranks(_train_by_method, 1, "plain", False)
+    for weights, told in run_ranks(_train_by_method, 2, "plain", False):
+        torch.testing.assert_close(weights, alone, rtol=0, atol=1e-12)
+        assert told == []
+
+
+@pytest.mark.parametrize("reader", ["a list", "one ahead", "a thread"])
+def test_losses_by_another_method_are_told_once_if_batches_weigh_differently(reader: str) -> None:
+    ((alone, _),) = run_ranks(_train_by_method, 1, reader, False)
+    for rank, (_, told) in enumerate(run_ranks(_train_by_method, 2, reader, False)):
+        assert ["came by another method than the model's forward" in message for message in told] == [True], told
+        assert f"rank {rank} of 2: batches of <sharded loader" in told[0]
+        assert f"(here 4 of 8 samples, {3 - rank} of 5 samples)" in told[0]
+    # (A thread may hand out the next batch between a count and its backward.)
+    for weights, told in run_ranks(_train_by_method, 2, reader, True) if reader != "a thread" else ():
+        torch.testing.assert_close(weights, alone, rtol=0, atol=1e-12)
+        assert told == []
+
+
 def _stream_gone(kind: str) -> tuple[Any, list[str]]:
     lockstep.init(timeout=60)
     torch.manual_seed(0)

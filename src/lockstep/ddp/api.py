@@ -68,7 +68,8 @@ def replicate(
     :func:`lockstep.shard`. A copy or a pickle of the model is a plain model. A model without trainable parameters is
     returned as it is, compared and made equal.
 
-    Parameters that are frozen now and unfrozen later join in at the next forward (all ranks must unfreeze the same).
+    Parameters that are frozen now and unfrozen later join in at the next forward, or in the next backward where a loss
+    comes by another method (all ranks must unfreeze the same).
     Parameters must not be added, replaced or converted afterwards: the next step raises an error.
     ``torch.autograd.grad``, transforms of torch.func and inner backwards send nothing. Compiled autograd is refused. A
     rank must not leave out a backward that the others run, nor run it with another batch; see Notes [Left-out

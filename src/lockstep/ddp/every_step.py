@@ -106,7 +106,7 @@ class EveryStep:
 
     def weight(self) -> float:
         """Return the weight of Note [Exact mean]; 1 without a sharded batch or if the group is not the whole world."""
-        return 1.0 if self._in_hand is None else self._in_hand.weight
+        return 1.0 if self._in_hand is None else self._in_hand.weigh_unseen()
 
     def take_share(self, forward: Forward) -> Items | None:
         """See :class:`~lockstep.ddp.synchroniser.Synchroniser`."""

@@ -110,7 +110,7 @@ class InRounds:
     def weight(self) -> float:
         """See :class:`~lockstep.ddp.synchroniser.Synchroniser`."""
         in_hand = self._replica.in_hand()
-        return 1.0 if in_hand is None else _all_or_nothing(in_hand.weight)
+        return 1.0 if in_hand is None else _all_or_nothing(in_hand.weigh_unseen())
 
     def take_share(self, forward: Forward) -> Items | None:
         """Take the share, whatever else is in hand: each rank's mean is its own."""

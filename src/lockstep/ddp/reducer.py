@@ -122,6 +122,8 @@ class Reducer:
         self._left_out = 0
         #: Handles of the hooks in front of the parameters; none as long as forward announces all backwards.
         self.in_front: list[torch.utils.hooks.RemovableHandle] = []
+        #: The reducer that has taken over.
+        self._successor: Reducer | None = None
 
     @property
     def step(self) -> int:
@@ -239,18 +241,24 @@ class Reducer:
             backward.sync, backward.number = True, self._begun
             backward.prepare()
 
-    def begin_unannounced(self, early: Parameter | None = None) -> None:
+    def begin_unannounced(self, early: Parameter | None = None) -> Reducer:
         """Begin a backward that comes through no output of forward; see Note [Unannounced gradients].
 
         Args:
             early: the parameter that has got its gradient; None: nothing was added to any ``grad`` yet.
+
+        Returns:
+            The reducer that averages it: another one where the buckets had to be laid out anew, which knows by now of
+            the early gradient. See Note [Thawed parameters] in ``frozen.py``.
         """
         if self._listener is None:
             raise LockstepError(f"{self._all.whoami()}: a gradient arrived, but no backward began")
         weights = self._weights
         with self._lock:  # a module on several devices has a backward thread for each
             if self.backward is not None:
-                return
+                return self
+            if self._successor is not None:
+                return self._successor._continue_unannounced(early)
             if early is not None:
                 self.look_in_front()
             weights.early = early
@@ -259,6 +267,16 @@ class Reducer:
                 self._listener.gradient_unannounced(has_come=early is not None)
             finally:
                 weights.early = None
+            return self if self._successor is None else self._successor._continue_unannounced(early)
+
+    def _continue_unannounced(self, early: Parameter | None) -> Reducer:
+        """Begin a backward in the place of the reducer before this one, unless it has begun; see
+        :meth:`begin_unannounced`."""
+        self.begin_unannounced(early)
+        for position, param in enumerate(self.params) if early is not None else ():
+            if param is early and (place := self._sparse.get(position, self._home.get(position))) is not None:
+                (place.arrived if isinstance(place, SparseSlot) else place.turn.arrived).append(position)
+        return self
 
     def look_in_front(self) -> None:
         """Have unannounced backwards begin before their first gradient is added; see Note [Unannounced gradients]."""
@@ -267,8 +285,8 @@ class Reducer:
         def on_incoming(grad: Tensor | None) -> Tensor | None:
             if self.backward is not None:
                 return None
-            self.begin_unannounced()
-            return None if self.backward is None else self._weights.weighed(grad)
+            reducer = self.begin_unannounced()
+            return None if reducer.backward is None else reducer._weights.weighed(grad)
 
         for handle in self.in_front:
             handle.remove()
@@ -286,8 +304,8 @@ class Reducer:
 
         @_torch.mark_untraced
         def on_gradient_at_last(_: object = None) -> None:
-            if self.backward is None:
-                self.begin_unannounced(self.params[position])
+            if self.backward is None and self.begin_unannounced(self.params[position]) is not self:
+                return
             append(position)
 
         if home is None:
@@ -297,8 +315,8 @@ class Reducer:
 
         @_torch.mark_untraced
         def on_gradient(_: object = None) -> None:
-            if self.backward is None:
-                self.begin_unannounced(self.params[position])
+            if self.backward is None and self.begin_unannounced(self.params[position]) is not self:
+                return
             append(position)
             if len(arrived) >= turn.expected:
                 self._issue_full_buckets()
@@ -309,8 +327,8 @@ class Reducer:
 
         @_torch.mark_untraced
         def on_large_gradient(_: object = None) -> None:
-            if self.backward is None:
-                self.begin_unannounced(self.params[position])
+            if self.backward is None and self.begin_unannounced(self.params[position]) is not self:
+                return
             append(position)
             if self._moves and not torch.is_grad_enabled() and not _has_other_hooks(param):
                 if self._portions.packs_early(position):
@@ -399,6 +417,10 @@ class Reducer:
 
     # Between backwards ----------------------------------------------------------------------------------------------
 
+    def whoami(self) -> str:
+        """Say which rank this is, and in which step."""
+        return self._all.whoami()
+
     def fits(self) -> bool:
         """Return whether the parameters have the dtypes and devices that the buckets were laid out for."""
         return [*map(_dtype, self.params)] == self._dtypes and [*map(_device, self._ends)] == self._devices
@@ -413,6 +435,7 @@ class Reducer:
         """**Collective** if a failed backward has left anything under way. Continue where a reducer over other
         parameters of the same module stands."""
         old._drain()
+        old._successor = self
         self._all.step = old._all.step
         self._all.use_hook(old._all.comm_hook)
         self._totals.take_over(old._totals)

@@ -83,3 +83,11 @@ def unfrozen_in_step(whoami: str) -> LockstepError:
         f"{whoami}: parameters that were frozen when the step began are trained in one of its slices, which all ranks "
         "have to agree on: unfreeze parameters between steps"
     )
+
+
+def thawed_too_late(whoami: str, name: str) -> LockstepError:
+    """Return the error for a parameter that is trained by a backward that has begun while it was frozen."""
+    return LockstepError(
+        f"{whoami}: parameter '{name}' was frozen in the forward of this backward, and has got a gradient in it, which "
+        "can't be averaged any more: unfreeze parameters between steps, before the first forward of a step"
+    )

@@ -22,6 +22,7 @@ from lockstep.ddp.buffers import ReplicaTensors
 from lockstep.ddp.checks import GradientChecks
 from lockstep.ddp.compare import compare_replicas
 from lockstep.ddp.every_step import EveryStep
+from lockstep.ddp.frozen import FrozenParameters
 from lockstep.ddp.hooks import BackwardListener, BackwardWatch, Forward
 from lockstep.ddp.in_rounds import InRounds
 from lockstep.ddp.layout import sparse_parameters
@@ -108,17 +109,16 @@ class Replica(Joinable, BackwardListener):
 
     def _lay_out(self, module: nn.Module) -> None:
         """Watch the parameters that are trained now."""
-        names, params = self._find_trained(module)
-        #: Averages the gradients; it is replaced when frozen parameters begin to be trained.
-        self.reducer, self._handles = self._sync.lay_out(module, params, names)
-
-    def _find_trained(self, module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
-        """Return the names and parameters that are trained now, and note the others."""
-        named = [(name, param) for name, param in parameters_of(module) if param.requires_grad]
-        self._frozen = [param for _, param in parameters_of(module) if not param.requires_grad]
+        named = [*parameters_of(module)]
+        trained = [(name, param) for name, param in named if param.requires_grad]
         self._own = OwnParameters(module, self.whoami)
         self.checks.turn_to(module)
-        return [name for name, _ in named], [param for _, param in named]
+        #: Averages the gradients; it is replaced when frozen parameters begin to be trained.
+        self.reducer, self._handles = self._sync.lay_out(
+            module, [param for _, param in trained], [name for name, _ in trained]
+        )
+        frozen = [(name, param) for name, param in named if not param.requires_grad]
+        self._frozen = FrozenParameters(frozen, self._thawed_gradient_came)
 
     def whoami(self) -> str:
         """Say which rank this is."""
@@ -129,6 +129,7 @@ class Replica(Joinable, BackwardListener):
         self._compare(module)
         old = self.reducer
         self._remove_hooks()
+        self._frozen.close()
         self._lay_out(module)
         self.reducer.take_over(old)
         self._sync.laid_out_again()
@@ -151,6 +152,7 @@ class Replica(Joinable, BackwardListener):
             ending.say_now(self._slices.number, self)
             self._slices.close()
         self._remove_hooks()
+        self._frozen.close()
         self.checks.stop()
         self._watch.close()
         self._own.close()
@@ -181,6 +183,7 @@ class Replica(Joinable, BackwardListener):
         for handle in self.announcing:
             handle.remove()
         self._remove_hooks()
+        self._frozen.close()
         self.checks.stop()
         self._watch.end()
         self._own.close()
@@ -242,7 +245,7 @@ class Replica(Joinable, BackwardListener):
             flight.current.enter(_FORWARD if training else _EVALUATE)
             if not training:
                 flight.current.batch = 0  # no step is taken with it
-            if any(map(_requires_grad, self._frozen)):
+            if any(map(_requires_grad, self._frozen.params)):
                 self._train_unfrozen(module)
             if slicing.current is None:
                 forward = self._sync.forward_begins(module, inputs, records=records)
@@ -295,11 +298,26 @@ class Replica(Joinable, BackwardListener):
         """Begin the backward that brings a gradient unannounced, unless it adds it to no parameter."""
         if not has_come and not self._watch.accumulates():
             return  # torch.autograd.grad
+        if self._own.registered:
+            _raise_if(self._own.find_registered())
+        module, reducer = self._module(), self.reducer
+        if module is not None and any(map(_requires_grad, self._frozen.params)):
+            self._train_unfrozen(module)
+            if self.reducer is not reducer:
+                return  # the new one begins it; see Note [Thawed parameters]
         self._is_unannounced = has_come
         try:
             self._watch.open(self._known_last())
         finally:
             self._is_unannounced = False
+
+    def _thawed_gradient_came(self, param: nn.Parameter) -> None:
+        """Begin the backward that brings the gradient of a parameter that was frozen; see Note [Thawed parameters]."""
+        if self.reducer.backward is None:
+            self.reducer.begin_unannounced(param)
+        name = self._frozen.name_of(param)
+        if name is not None:
+            raise refusals.thawed_too_late(self.reducer.whoami(), name)
 
     def parameters_unreached(self) -> None:
         """Raise if the parameters are no longer the module's own."""
@@ -383,7 +401,7 @@ class Replica(Joinable, BackwardListener):
 
     def lay_out_if_unfrozen(self, module: nn.Module) -> None:
         """**Collective** if parameters that were frozen are trained now. Lay the buckets out for them."""
-        if any(map(_requires_grad, self._frozen)):
+        if any(map(_requires_grad, self._frozen.params)):
             self._lay_out_again(module)
 
     # What users ask for ---------------------------------------------------------------------------------------------

@@ -16,7 +16,9 @@ only skips batches looks the same, and its batch is the one in hand anyway.
 
 Inputs that were moved or computed are not known. A forward with such inputs takes the share that the one before it took
 if both go into one backward, or else that of the batch in hand. It is warned of if the inputs are as long as another
-batch that was read ahead, and not as long as the one in hand.
+batch that was read ahead, and not as long as the one in hand. A backward through no forward (its loss came by another
+method of the model) shows no inputs at all. It takes the share in hand as well, and is warned of if the shares of what
+was read ahead weigh differently.
 
 The ranks compare which batch is in hand (Note [Batches compared] in ``ddp/batches.py``), and not which one a forward
 knows, since a rank may know it where others don't. Only where no pass is under way (a loop over a list) do they compare

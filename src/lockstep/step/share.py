@@ -585,21 +585,28 @@ class BatchesInHand:
         self._passes = live
         self._awaits_unknown |= for_backward
         if for_backward:
-            self._warn_of_unknown(live[-1] if live else None, inputs)
+            self._warn_of_unknown(live[-1] if live else None, inputs, is_seen=True)
         return None
 
-    def _warn_of_unknown(self, mine: _Pass | None, inputs: object) -> None:
-        """Warn if a forward seems to be of another batch than that in hand, which weighs otherwise."""
+    def _warn_of_unknown(self, mine: _Pass | None, inputs: object, *, is_seen: bool) -> None:
+        """Warn if a backward seems to be of another batch than that in hand, which weighs otherwise.
+
+        Args:
+            mine: the pass whose batch is in hand; None: there is none.
+            inputs: those of its forward, a tree.
+            is_seen: False: it comes through no forward, and may be of any batch.
+        """
         if mine is None:
-            self._warn_of_list(inputs)
+            self._warn_of_list(inputs, is_seen=is_seen)
         elif mine.ahead is not None and mine.ahead.weighs_differently and mine.share is not None:
             others = {share.local_samples for share in mine.ahead.shares}
-            is_known = mine.is_said or mine.ahead.known is not None or mine.loader in self._warned
-            if not is_known and mine.share.local_samples not in (lengths := _lengths(inputs)) and lengths & others:
-                self._warn(mine.loader, mine.ahead.shares)
+            if mine.is_said or mine.ahead.known is not None or mine.loader in self._warned:
+                return
+            if not is_seen or (mine.share.local_samples not in (lengths := _lengths(inputs)) and lengths & others):
+                self._warn(mine.loader, mine.ahead.shares, is_seen=is_seen)
 
-    def _warn_of_list(self, inputs: object) -> None:
-        """Warn, at the first such forward after a pass that read ahead, if it seems to be of a batch, or of a list of
+    def _warn_of_list(self, inputs: object, *, is_seen: bool) -> None:
+        """Warn, at the first such backward after a pass that read ahead, if it seems to be of a batch, or of a list of
         batches, of it."""
         if self._ahead is None or not self._has_ended_ahead:
             return
@@ -609,35 +616,46 @@ class BatchesInHand:
             lists[self._unread] = [self._unread]
         for its_pass, batches in lists.items():
             shares = [batch.share for batch in batches]
-            if not all(map(self._is_even, shares)) and _lengths(inputs) & {share.local_samples for share in shares}:
-                loader = batches[0].loader
-                self._warn(its_pass if loader is None else loader, list(dict.fromkeys(shares))[:_MOST_SHARES])
+            is_uneven = not all(map(self._is_even, shares))
+            if is_uneven and (not is_seen or _lengths(inputs) & {share.local_samples for share in shares}):
+                loader, shares = batches[0].loader, list(dict.fromkeys(shares))[:_MOST_SHARES]
+                self._warn(its_pass if loader is None else loader, shares, is_seen=is_seen)
 
-    def _warn(self, loader: object, shares: list[BatchShare]) -> None:
+    def _warn(self, loader: object, shares: list[BatchShare], *, is_seen: bool) -> None:
         """Warn of a loader, or of a pass of one that is gone, whose batches have these shares."""
         if loader in self._warned:
             return
         self._warned.add(loader)
         loader = "a sharded loader" if isinstance(loader, (_AheadOfModel, _BatchAhead)) else loader
+        why = "The inputs of this forward are none of their tensors"
+        remedy = "Give the model the loader's own tensors, which are on this rank's device already"
+        if not is_seen:
+            why = "The loss of this backward came by another method than the model's forward"
+            remedy = "Call the model itself for the loss, with the loader's own tensors"
         callsite.warn(
             f"rank {self._rank} of {self._world_size}: batches of {loader} were taken before the model needed them (a "
             "list of them, a loop that reads ahead, or next(iter(loader))), and the shares of them weigh differently "
-            f"(here {', '.join(share.words() for share in shares)}). The inputs of this forward are none of their "
-            "tensors, so which batch it is of is not known, and its mean may not be exact. Give the model the loader's "
-            "own tensors, which are on this rank's device already; or use drop_last=True; or call world.weigh(this "
-            "rank's samples) before each backward"
+            f"(here {', '.join(share.words() for share in shares)}). {why}, so which batch it is of is not known, and "
+            f"its mean may not be exact. {remedy}; or use drop_last=True; or call world.weigh(this rank's samples) "
+            "before each backward"
         )
 
     def _is_even(self, share: BatchShare) -> bool:
         return share.is_even(self._world_size)
 
-    @property
-    def weight(self) -> float:
-        """What a backward through no forward is weighed by, unless items are counted.
+    def weigh_unseen(self) -> float:
+        """Return what a backward through no forward is weighed by, unless items are counted.
+
+        It is the batch in hand that counts, whose tensors nobody has seen in a model: a warning says so where it may be
+        of another one, since the loop reads ahead, and their shares weigh differently.
 
         Raises:
             ValueError: no rank has any sample.
         """
+        if self.items is None:
+            self._warn_of_unknown(self._passes[-1] if self._passes else None, (), is_seen=False)
+        for each in self._passes:
+            each.unread = None  # the loop has had it
         return self._weight_by(self.share)
 
     @property

@@ -65,12 +65,13 @@ class _Langevin(torch.optim.SGD):
         self._generator = generator
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
         for group in self.param_groups:
             for param in group["params"]:
                 noise = torch.randn(param.shape, generator=self._generator, dtype=param.dtype).to(param.device)
                 param.add_(noise, alpha=0.01)
+        return loss
 
 
 def _train_with_noise(own: bool) -> list[float]:

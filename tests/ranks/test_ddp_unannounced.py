@@ -409,7 +409,7 @@ def _adapted() -> None:
     lockstep.replicate(model)
     share(EQUAL)
     differentiate(model.loss(batch(world.rank, 0, 2, 5)))
-    model.net.append(nn.Linear(3, 3).double())
+    model.net.add_module("5", nn.Linear(3, 3).double())
     differentiate(model.loss(batch(world.rank, 1, 2, 5)))
 
 

@@ -126,6 +126,87 @@ def test_works_and_futures() -> None:
     run_ranks(_works, 2)
 
 
+def _lists_reused() -> None:
+    """The caller uses its lists again as soon as each call returns, long before its turn comes."""
+    rank, size = _init()
+    group: Any = dist.group.WORLD
+    everyone = range(size)
+    junk = [torch.full((3,), -1.0) for _ in everyone]
+
+    def row(of: int) -> list[torch.Tensor]:
+        return [torch.full((3,), 10.0 * of + to) for to in everyone]
+
+    def outputs() -> list[torch.Tensor]:
+        return [torch.zeros(3) for _ in everyone]
+
+    out, mine = torch.zeros(3), torch.full((3,), float(rank))
+    scattered, received, exchanged, gathered, pair = torch.zeros(3), outputs(), outputs(), outputs(), row(rank)[:2]
+    coalesced = [outputs() for _ in everyone]
+    lists: list[Any] = [row(rank), [*gathered], row(0) if rank == 0 else [], [*received] if rank == 0 else []]
+    lists += [[*exchanged], row(rank), [*pair], [[*each] for each in coalesced], [*pair]]
+    if rank == 0:
+        group.get_group_store().wait(["issued"])  # (until then the other ranks' thread waits for this one)
+    works = [
+        dist.reduce_scatter(out, lists[0], async_op=True),
+        dist.all_gather(lists[1], mine, async_op=True),
+        dist.scatter(scattered, lists[2] or None, src=0, async_op=True),
+        dist.gather(mine, lists[3] or None, dst=0, async_op=True),
+        dist.all_to_all(lists[4], lists[5], async_op=True),
+        group.allreduce_coalesced(lists[6]),
+        group.allgather_coalesced(lists[7], [torch.full((3,), rank + 0.5)] * size),
+    ]
+    for each in lists:
+        each[:] = [junk if isinstance(part, list) else junk[0] for part in each]
+    if rank == 1:
+        group.get_group_store().set("issued", "")
+    for work in works:
+        work.wait()
+    _same(out, torch.full((3,), sum(10.0 * r + rank for r in everyone)))
+    _same(scattered, torch.full((3,), float(rank)))
+    for source in everyone:
+        _same(gathered[source], torch.full((3,), float(source)))
+        _same(exchanged[source], torch.full((3,), 10.0 * source + rank))
+        if rank == 0:
+            _same(received[source], torch.full((3,), float(source)))
+        for each in coalesced[source]:
+            _same(each, torch.full((3,), source + 0.5))
+    for to, each in enumerate(pair):
+        _same(each, torch.full((3,), sum(10.0 * r + to for r in everyone)))
+    assert all((each == -1).all() for each in junk)
+
+
+def test_lists_are_read_at_the_call() -> None:
+    run_ranks(_lists_reused, 3)
+
+
+def _under_another_device() -> None:
+    rank, size = _init()
+    dist.barrier()
+    early = torch.zeros(3, device="cpu")
+    with torch.device("meta"):
+        if rank == 0:
+            dist.send(torch.full((3,), 4.0, device="cpu"), 1)
+        elif rank == 1:
+            dist.recv(torch.zeros(1, device="cpu"), 2)
+            dist.recv(early, 0)  # (it has come before this, and lay in memory of this rank's)
+            _same(early, torch.full((3,), 4.0, device="cpu"))
+        sources = [torch.full((1 + to,), float(rank), device="cpu") for to in range(size)]
+        targets = [torch.zeros(1 + rank, device="cpu") for _ in range(size)]
+        if rank == 2:
+            dist.send(torch.zeros(1, device="cpu"), 1)
+        dist.all_to_all(targets, sources)  # (ranks tell each other the sizes)
+        assert [each.tolist() for each in targets] == [[float(source)] * (1 + rank) for source in range(size)]
+        group: Any = dist.group.WORLD
+        tensor = group.allocate_tensor(4, dtype=torch.float32)
+        tensor.fill_(1.0)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [float(size)] * 4
+
+
+def test_tensors_of_our_own_are_on_the_cpu_whatever_the_default_device_is() -> None:
+    run_ranks(_under_another_device, 3)
+
+
 def _profiled(backend: str) -> list[str]:
     """What the profiler shows of one operation of each kind."""
     world = lockstep.init(backend, timeout=20)
@@ -322,6 +403,46 @@ def _allocated() -> None:
 
 def test_tensors_of_every_kind() -> None:
     run_ranks(_tensors, 3)
+
+
+def _allocated_in_inference_mode() -> None:
+    """Sums over memory of the group, and sums that are staged: whatever mode it is made, opened and used in."""
+    with torch.inference_mode():
+        rank, size = _init(chunk=1024)
+        group: Any = dist.group.WORLD
+        made = [group.allocate_tensor(count) for count in (7, 5000)]
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            for count in (7, 5000):
+                tensor = torch.full((count,), rank + 1.0)
+                dist.all_reduce(tensor)
+                _same(tensor, torch.full((count,), size * (size + 1) / 2))
+            for tensor in made:
+                tensor.fill_(rank + 1.0)
+                dist.all_reduce(tensor)
+                _same(tensor, torch.full_like(tensor, size * (size + 1) / 2))
+                dist.barrier()
+
+
+def _allocated_after_a_missed_count() -> None:
+    """As after an interrupt on rank 1 right at the end of an allocation, which the other ranks have made."""
+    rank, size = _init()
+    group: Any = dist.group.WORLD
+    first = group.allocate_tensor(5)
+    if rank == 1:
+        group._shm_group.engine._shared._made -= 1
+    for tensor in (group.allocate_tensor(70), group.allocate_tensor(5), first):
+        tensor.fill_(rank + 1.0)
+        dist.all_reduce(tensor)
+        _same(tensor, torch.full_like(tensor, size * (size + 1) / 2))
+
+
+def test_tensors_allocated_in_inference_mode_are_reduced() -> None:
+    run_ranks(_allocated_in_inference_mode, 3)
+
+
+def test_ranks_agree_on_the_number_of_an_allocation() -> None:
+    run_ranks(_allocated_after_a_missed_count, 3)
 
 
 def test_tensors_allocated_by_the_group_are_reduced_in_place() -> None:

@@ -196,6 +196,31 @@ def test_callbacks_run_while_their_rank_waits_for_another_message() -> None:
     run_ranks(_answered_by_a_callback, 2)
 
 
+def _in_inference_mode() -> None:
+    """Receives of inference mode, for tensors of that mode and others, completed by the group's own thread."""
+    rank, _ = _init(chunk=512)
+    if rank == 0:
+        dist.barrier()
+        for tag in (1, 2):
+            dist.send(torch.arange(500.0) + tag, 1, tag=tag)
+        dist.barrier()
+        return
+    plain = torch.zeros(500)
+    with torch.inference_mode():
+        got = [plain, torch.zeros(500)]
+        works = [dist.irecv(each, 0, tag=tag) for tag, each in enumerate(got, 1)]
+    dist.barrier()
+    dist.barrier()
+    for tag, (work, tensor) in enumerate(zip(works, got, strict=True), 1):
+        assert work is not None
+        work.wait()
+        _same(tensor, torch.arange(500.0) + tag)
+
+
+def test_receives_of_inference_mode() -> None:
+    run_ranks(_in_inference_mode, 2)
+
+
 def _from_threads() -> None:
     """Four threads of each rank exchange messages of several fragments, told apart by their tags."""
     rank, _ = _init(chunk=512)
@@ -274,6 +299,85 @@ def hand_over(box: Any) -> None:
 
 def test_what_comes_after_the_error_is_not_written_to_the_tensor() -> None:
     assert run_ranks(_half_a_message, 2) == [True, True]
+
+
+# --- ranks that have left --------------------------------------------------------------------------------------------
+
+
+def _one_leaves() -> list[float]:
+    """Rank 0 takes what comes from anyone; rank 2 has sent its last, and ends well before rank 1 sends."""
+    rank, _ = _init()
+    dist.barrier()
+    if rank == 2:
+        dist.send(torch.full((1,), 2.0), 0)
+        return []
+    group: Any = dist.group.WORLD
+    if rank == 1:
+        wait_for(lambda: group._shm_group.engine._health.gone() == {2}, "the end of rank 2")
+        group.get_group_store().wait(["waits"])
+        wait_until_seen(0, "last waited in recv from any rank")
+        time.sleep(0.3)  # (rank 0 looks every 50 ms who is gone)
+        dist.send(torch.full((1,), 1.0), 0)
+        return []
+    got = torch.zeros(1), torch.zeros(1)
+    assert dist.recv(got[0]) == 2
+    wait_for(lambda: group._shm_group.engine._health.gone() == {2}, "the end of rank 2")
+    group.get_group_store().set("waits", "")
+    assert dist.recv(got[1]) == 1
+    return [each.item() for each in got]
+
+
+def test_a_receive_from_anyone_goes_on_after_a_rank_has_left_and_ended() -> None:
+    assert run_ranks(_one_leaves, 3)[0] == [2.0, 1.0]
+
+
+def _all_leave() -> str:
+    rank, _ = _init()
+    if rank > 0:
+        return ""
+    with pytest.raises(lockstep.PeerLost) as caught:
+        dist.recv(torch.zeros(1))
+    return str(caught.value)
+
+
+def test_a_receive_from_anyone_ends_once_all_ranks_have_left() -> None:
+    assert "rank 0 waits in recv from any rank (tag 0)" in run_ranks(_all_leave, 3)[0]
+
+
+def _destroy_with_sends() -> float:
+    rank, _ = _init()
+    dist.barrier()
+    group: Any = dist.group.WORLD
+    store = group.get_group_store()
+    if rank == 1:
+        store.wait(["closed"])
+        return 0.0
+    group.set_timeout(timedelta(seconds=1.5))
+    works = [dist.isend(torch.zeros(10_000_000), 1, tag=tag) for tag in range(5)]
+    begun = time.monotonic()
+    dist.destroy_process_group()
+    seconds = time.monotonic() - begun
+    store.set("closed", "")
+    assert all(work is not None and work.is_completed() for work in works)
+    return seconds
+
+
+def test_sends_that_nobody_receives_hold_up_the_end_of_a_group_once() -> None:
+    assert 1.5 <= run_ranks(_destroy_with_sends, 2)[0] < 5.0, "and not once for each of the five"
+
+
+def _at_a_path_of_any_bytes() -> float:
+    """A script's path need not be UTF-8, as none has to be on Linux."""
+    rank, _ = _init()
+    tensor = torch.full((1,), rank + 1.0)
+    lines = "dist.all_reduce(tensor)\ndist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)"
+    code = compile(lines, os.fsdecode(b"/home/caf\xe9.py"), "exec")
+    exec(code, {**globals(), "rank": rank, "tensor": tensor})
+    return tensor.item()
+
+
+def test_the_line_of_a_script_whose_path_is_no_text_is_told_all_the_same() -> None:
+    assert run_ranks(_at_a_path_of_any_bytes, 2) == [3.0, 3.0]
 
 
 # --- time limits -----------------------------------------------------------------------------------------------------

@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import lockstep
 from lockstep import knobs
+from lockstep.comm import renewal
 from tests.harness import run_ranks
+from tests.launching import wait_for
 
 
 def _init() -> tuple[int, int]:
@@ -165,6 +168,63 @@ def _callbacks() -> None:
 
 def test_what_callbacks_issue_comes_before_what_was_issued_since() -> None:
     run_ranks(_callbacks, 3)
+
+
+# --- groups that begin anew ------------------------------------------------------------------------------------------
+
+
+def _stopped_groups() -> tuple[str, float]:
+    """A callback that goes on for longer than is waited for; then a collective of another thread, which ends."""
+    rank, size = _init()
+    renewal._SETTLING = 0.2
+    goes_on = threading.Event()
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    assert work is not None
+    done = work.get_future().then(lambda _: goes_on.wait(20))
+    work.wait()
+    with pytest.raises(lockstep.LockstepError) as caught:
+        renewal.stop("of a test")
+    goes_on.set()
+    done.wait()
+    renewal._SETTLING = 20.0
+    renewal.stop("of a test")
+    group: Any = dist.group.WORLD
+    store = group.get_group_store()
+    _together(store, "stopped", rank, size)
+    renewal.renew()
+    _together(store, "renewed", rank, size)
+    if rank == 0:
+        other = threading.Thread(target=lambda: _in_vain(lambda: dist.barrier()))
+        other.start()
+        wait_for(lambda: group._shm_group._turns.in_use, "the other thread's collective")
+    _together(store, "in use", rank, size)
+    renewal.stop("of a test")
+    assert group._shm_group.is_at_rest
+    _together(store, "stopped again", rank, size)
+    if rank == 0:
+        other.join(20)
+    renewal.renew()
+    _together(store, "renewed again", rank, size)
+    tensor = torch.full((3,), float(rank))
+    dist.all_reduce(tensor)
+    return str(caught.value), float(tensor[0])
+
+
+def _together(store: Any, name: str, rank: int, size: int) -> None:
+    """Wait for all ranks, without their group."""
+    store.set(f"{name}/{rank}", "")
+    store.wait([f"{name}/{each}" for each in range(size)])
+
+
+def _in_vain(action: Callable[[], object]) -> None:
+    with pytest.raises(lockstep.LockstepError, match="of a test"):
+        action()
+
+
+def test_groups_are_stopped_only_when_nothing_runs_in_them() -> None:
+    for said, total in run_ranks(_stopped_groups, 2, timeout=60):
+        assert "a collective that was issued on this rank still runs, 0.2 s after" in said
+        assert total == 1.0
 
 
 # --- autograd --------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from lockstep import _torch
 from lockstep.comm.group.group import open_groups
 from lockstep.comm.group.process_group import ProcessGroupLockstep
 from lockstep.comm.init import current_world, reopen
+from lockstep.errors import LockstepError
 
 #: Seconds for what was issued in the background to end, once its group has ended.
 _SETTLING = 10.0
@@ -68,8 +69,15 @@ def stop(reason: str) -> None:
     Raises:
         LockstepError: a collective that was issued does not end.
     """
-    for group in open_groups():
-        group.stop(reason, _SETTLING)
+    groups = open_groups()
+    for group in groups:  # all of them first: what runs in one may wait for another
+        group.stop(reason, 0.0)
+    busy = [group.name for group in groups if not group.stop(reason, _SETTLING)]
+    if busy:
+        raise LockstepError(
+            f"process groups {', '.join(busy)}: a collective that was issued on this rank still runs, "
+            f"{_SETTLING:g} s after its group was ended ({reason}). Its data are not safe from it; start the ranks anew"
+        )
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is not None and not _is_renewed_in_place(world):
         world.abort()

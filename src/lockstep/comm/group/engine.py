@@ -227,7 +227,7 @@ class Engine(ABC):
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """**Collective.** Return a few whole numbers of every rank, by rank, which uneven data needs to be moved."""
-        mine = torch.tensor(list(numbers), dtype=torch.int64)
+        mine = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
         outputs = [torch.empty_like(mine) for _ in range(self.size)]
         self.gather(outputs, mine)
         return [output.tolist() for output in outputs]

@@ -16,6 +16,11 @@ def again(error: LockstepError) -> LockstepError:
     return copy
 
 
+def in_words(error: BaseException) -> str:
+    """Return an error that came from elsewhere, for the message of the one that ends the group because of it."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
 def dumps(error: LockstepError) -> str:
     """Write down what has ended a group, for the ranks of other hosts; :func:`loads` reads it."""
     kind = next(each for each in KINDS if isinstance(error, each))

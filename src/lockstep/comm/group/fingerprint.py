@@ -102,7 +102,7 @@ def take(
         code_ = _NO_DTYPE if dtype is None else _DTYPE_CODE[dtype]
         key = _KEY.pack(0, numel, digest, _OPERATION_CODE[operation], reduce_op, code_, root)[8:]
         place = f"{_words(frame)} [{label}]" if label else _words(frame)
-        body = _bodies[facts] = key + place.encode()[:_TEXT].ljust(_TEXT, b"\0")
+        body = _bodies[facts] = key + as_bytes(place, _TEXT).ljust(_TEXT, b"\0")
     return body
 
 
@@ -123,6 +123,12 @@ def facts(body: bytes) -> dict[str, str | int]:
 def place() -> str:
     """Return the line of the program that is running: the first frame outside torch and lockstep."""
     return _words(user_frame(sys._getframe(1)))
+
+
+def as_bytes(text: str, most: int) -> bytes:
+    """Return the first ``most`` bytes of a text for the other ranks. Any file system path can be in it, and one that is
+    not UTF-8 has characters that nothing else can encode."""
+    return text.encode(errors="backslashreplace")[:most]
 
 
 def _words(frame: FrameType | None) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.comm.group.engine import Engine
+from lockstep.comm.group.failures import in_words
 from lockstep.comm.group.work import GroupWork, Turns
 from lockstep.errors import LockstepError
 
@@ -126,13 +127,19 @@ class Group:
     def _run_at_once(self, name: str, fingerprint: bytes, move: Move, timeout: float) -> bool:
         """Run a collective if it is its turn; return whether it was."""
         turns = self._turns
-        if turns.queue or not turns.lock.acquire(False):
+        if turns.queue or turns.in_use:
             return False
+        held: bool = False
         try:
-            self._run(name, fingerprint, move, timeout)
+            held = turns.lock.acquire(False)
+            if held:
+                turns.in_use = True
+                self._run(name, fingerprint, move, timeout)
         finally:
-            turns.lock.release()
-        return True
+            if held or turns.lock._is_owned():  # (a signal handler may raise before the answer is kept)
+                turns.in_use = False
+                turns.lock.release()
+        return held
 
     def check(self, name: str) -> None:
         """Refuse to begin the operation ``name`` where the group can't be used.
@@ -154,14 +161,13 @@ class Group:
         engine = self.engine
         if self._released:
             raise LockstepError(f"{name}: rank {engine.rank} has destroyed this process group")
-        engine.begin(fingerprint, timeout=timeout)
         try:
+            engine.begin(fingerprint, timeout=timeout)
             move(engine)
         except LockstepError:
             raise
         except BaseException as error:  # whatever it is, the others must not wait for this rank
-            what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            engine.end(LockstepError(f"rank {engine.rank} failed inside {name}: {what}"))
+            engine.end(LockstepError(f"rank {engine.rank} failed inside {name}: {in_words(error)}"))
             raise
 
     def close(self) -> None:
@@ -169,7 +175,7 @@ class Group:
 
         Ranks that still wait for this one get an error. If an exception is on its way through the caller, as in a
         ``finally:``, the issued collectives have only a few seconds: the other ranks may never reach them, and wait for
-        this rank."""
+        this rank. A signal handler may call this in the middle of a collective, which fails then, on all ranks."""
         if self._closed:
             return
         self._closed = True
@@ -177,12 +183,14 @@ class Group:
             return
         error = _on_its_way()
         limit = self.timeout if error is None else min(self.timeout, _FAILING)
-        if error is not None and not self._turns.settle(limit):
-            what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            self.engine.end(
-                LockstepError(f"rank {self.engine.rank} destroyed the group because of an error of its own: {what}")
-            )
-        self._turns.close()
+        why: str | None = None
+        if self._turns.is_interrupted:
+            why = "in the middle of a collective, as a signal handler does"
+        elif error is not None and not self._turns.settle(limit):
+            why = f"because of an error of its own: {in_words(error)}"
+        if why is not None:
+            self.engine.end(LockstepError(f"rank {self.engine.rank} destroyed the group {why}"))
+        self._turns.close(None if why is None else _FAILING)
         self._released = True
         self.engine.close(limit)
 

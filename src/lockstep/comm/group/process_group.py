@@ -3,7 +3,8 @@
 torch calls a Python process group in two ways: ``torch.distributed`` calls these methods directly; C++ (DDP's reducer,
 functional collectives) calls them through torch's PyProcessGroup, by the same names.
 
-A collective is checked, gets its fingerprint, and is issued with what moves its data once its turn has come. All refuse
+A collective is checked, gets its fingerprint, and is issued with what moves its data once its turn has come. Lists are
+copied at the call: the caller may use its own again by then, and only tensors have to stay as they are. All refuse
 impossible calls as gloo does: RuntimeError for sizes, dtypes, roots and lists that do not fit, NotImplementedError for
 kinds of tensors.
 """
@@ -162,6 +163,7 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
 
     def allreduce_coalesced(self, tensors_: Tensors, opts: Any = None) -> GroupWork:
         opts = opts or dist.AllreduceCoalescedOptions()
+        tensors_ = list(tensors_)
         tensors.check("allreduce_coalesced", tensors_)
         body, hows = self._fingerprint_of_reductions("all_reduce_coalesced", tensors_, opts)
 
@@ -198,7 +200,7 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
         return self._issue("reduce", body, move, tensors_, opts, tensors_)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> GroupWork:
-        output, sources = _single("reduce_scatter", outputs), _single("reduce_scatter", inputs)
+        output, sources = _single("reduce_scatter", outputs), list(_single("reduce_scatter", inputs))
         tensors.check_sizes("reduce_scatter", sources, self._shm_size, like=output)
         return self._reduce_scatter("reduce_scatter", [(output, sources)], opts)
 
@@ -349,7 +351,7 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
         return self._issue("broadcast", body, move, tensors_, opts, tensors_)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
-        source, targets = _single("allgather", inputs), _single("allgather", outputs)
+        source, targets = _single("allgather", inputs), list(_single("allgather", outputs))
         tensors.check_sizes("allgather", targets, self._shm_size, like=source)
         return self._all_gather("all_gather", [(targets, source)], targets, opts)
 
@@ -372,7 +374,7 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         name = "all_gather_coalesced"
         pairs = [(self._split(name, out, each), each) for out, each in zip(outputs, inputs, strict=True)]
-        return self._all_gather(name, pairs, outputs, opts)
+        return self._all_gather(name, pairs, list(outputs), opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -431,6 +433,7 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
         return self._issue("scatter", body, move, outputs, opts, sources)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
+        outputs, inputs = list(outputs), list(inputs)
         for name, list_ in (("output", outputs), ("input", inputs)):
             if len(list_) != self._shm_size:
                 raise RuntimeError(f"alltoall: expected {self._shm_size} {name} tensors, got {len(list_)}")
@@ -530,7 +533,7 @@ class ProcessGroupLockstep(_Base):  # type: ignore[misc]
             if lists and lists[0]:
                 raise RuntimeError(f"{name}: a list of tensors belongs to the root, rank {root}, only")
             return []
-        list_: Tensors = _single(name, lists)
+        list_: Tensors = list(_single(name, lists))
         tensors.check_sizes(name, list_, self._shm_size, like=like)
         return list_
 

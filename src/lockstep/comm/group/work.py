@@ -17,7 +17,9 @@ another time on every rank.
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -33,8 +35,18 @@ from lockstep.job import flight
 
 #: Seconds to wait at the end for callers' callbacks, which may do anything.
 _PARTING = 10.0
-#: Guards the futures of all works: taken briefly, to ask for a future or to complete one.
-_lock = threading.Lock()
+#: Guards the futures of all works: taken briefly, to ask for a future or to complete one. (A signal handler may do
+#: either while its thread has the lock.)
+_lock = threading.RLock()
+
+
+def _after_fork() -> None:
+    """Give a forked child a lock of its own: a thread that it does not have may have held its parent's."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @_torch.untraced
@@ -160,13 +172,20 @@ class GroupWork(dist.Work):
 
 
 class Turns:
-    """Decides who may use a group's engine: one collective at a time, in order of issue."""
+    """Decides who may use a group's engine: one collective at a time, in order of issue.
+
+    A signal handler runs on the main thread, between any two instructions of the program, so it may come in the middle
+    of a collective that this thread runs. What it issues then must not wait for its turn, which would never come:
+    :meth:`put` refuses it, and :meth:`close` waits for nothing.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         #: Held by the thread that runs a collective or its callbacks. A thread that issues one while the queue is empty
-        #: tries to take it.
-        self.lock = threading.Lock()
+        #: tries to take it. It knows its owner, so that a signal handler can't wait for its own thread.
+        self.lock: Any = threading.RLock()  # (Any: type stubs lack _is_owned, which threading.Condition asks as well)
+        #: True while the owner of the lock uses it; set and taken back by the owner alone.
+        self.in_use = False
         #: Works that wait; the group's thread takes one out when it has the lock.
         self.queue: deque[GroupWork] = deque()
         self._condition = threading.Condition()
@@ -178,51 +197,89 @@ class Turns:
         self._closing = False
 
     def put(self, work: GroupWork) -> None:
-        """Run ``work`` after everything issued before; if a callback issues it, at once: see Note [Callbacks]."""
+        """Run ``work`` after everything issued before; if a callback issues it, at once: see Note [Callbacks].
+
+        Raises:
+            LockstepError: the group is being destroyed, or this thread is in the middle of a collective.
+            RuntimeError: the system has no room for the group's thread. Nothing was issued.
+        """
         if self._in_callbacks == threading.get_ident():
             work.shm_execute()
             work.shm_fulfil()
             return
+        if self.is_interrupted:
+            raise LockstepError(
+                f"{work.shm_name}: called in the middle of another collective of the same process group, on the same "
+                "thread, as a signal handler does; let the handler set a flag, and act on it between two collectives"
+            )
         with self._condition:
-            self.queue.append(work)
+            if self._closing:
+                raise LockstepError(f"{work.shm_name}: another thread of this rank is destroying this process group")
             if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name=f"collectives-{self._name}", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._loop, name=f"collectives-{self._name}", daemon=True)
+                thread.start()
+                self._thread = thread
+            self.queue.append(work)
             self._condition.notify_all()
 
     @property
     def is_busy(self) -> bool:
         """Whether something that was issued waits or runs."""
-        return bool(self.queue) or self._running or self.lock.locked()
+        return bool(self.queue) or self._running or self.in_use
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a signal handler asks, in the middle of a collective that its thread runs."""
+        return self._in_callbacks != threading.get_ident() and bool(self.lock._is_owned())
 
     def settle(self, seconds: float) -> bool:
-        """Wait until all that was issued has run, for some seconds at most. Return whether it has."""
+        """Wait until all that was issued has run, for some seconds at most. Return whether it has.
+
+        On the group's own thread, which runs a callback, that is so; a signal handler in the middle of a collective
+        does not wait for it."""
         if self._thread is threading.current_thread():
             return True
+        if self.is_interrupted:
+            return False
+        until = time.monotonic() + seconds
         with self._condition:
-            return self._condition.wait_for(lambda: not self.queue and not self._running, seconds)
+            if not self._condition.wait_for(self._is_served, seconds):
+                return False
+        # Another thread of the program may be in a collective, and the group's own in callbacks, which may issue some.
+        if not self.lock.acquire(timeout=max(0.0, until - time.monotonic())):
+            return False
+        self.lock.release()
+        return True
 
-    def close(self) -> None:
-        """Wait until all that was issued has run (each has its time limit), and end the thread."""
-        thread = self._thread
-        if thread is threading.current_thread():  # a callback closes the group
-            self._closing = True
-            return
+    def close(self, seconds: float | None = None) -> None:
+        """Wait until all that was issued has run, and end the thread.
+
+        Args:
+            seconds: wait no longer than this; None: as long as it takes (each collective has its time limit).
+        """
         with self._condition:
             self._closing = True
             self._condition.notify_all()
-            self._condition.wait_for(lambda: not self.queue and not self._running)
+        thread = self._thread
+        if thread is threading.current_thread() or self.is_interrupted:  # a callback or a signal handler closes it
+            return
+        with self._condition:
+            self._condition.wait_for(self._is_served, seconds)
         if thread is not None:
             thread.join(_PARTING)
-        if thread is None or not thread.is_alive():
-            with self.lock:  # another thread of the program may still be in a collective
-                pass
+        if thread is not None and thread.is_alive():
+            return
+        if self.lock.acquire(timeout=-1 if seconds is None else seconds):  # another thread may be in a collective
+            self.lock.release()
+
+    def _is_served(self) -> bool:
+        return not self.queue and not self._running
 
     def _loop(self) -> None:
         flight.in_background()
         while self._wait():
             with self.lock:
-                self._running = True
+                self.in_use = self._running = True
                 work = self.queue.popleft()
                 work.shm_execute()
                 with self._condition:
@@ -233,6 +290,7 @@ class Turns:
                     work.shm_fulfil()
                 finally:
                     self._in_callbacks = None
+                    self.in_use = False
             del work
 
     def _wait(self) -> bool:

@@ -60,7 +60,7 @@ _GREETING = 1
 _COUNTED, _COUNTS = 1 << 29, 1 << 28
 _NEVER = (1 << 30) - 1
 #: The first of the tags for messages, and the number of them.
-MAIL = 1 << 28
+_MAIL = 1 << 28
 #: gloo's limit for a wait that has none of its own.
 _ANY = timedelta(days=1)
 
@@ -124,7 +124,7 @@ class Between:
         self._wake = threading.Event()
         self._awake_until = 0.0
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
+        self._starting = threading.RLock()
         self._broken = False
         self._closed = False
         #: The beginning and end of this rank's last wait for a rank of its own host.
@@ -150,7 +150,7 @@ class Between:
             payload: at most :data:`EAGER` bytes.
         """
         self.wait([work for _, work in self._going], self._hosts.other_leaders, header, limit=limit)
-        message = torch.zeros(HEADER + EAGER, dtype=torch.uint8)
+        message = torch.zeros(HEADER + EAGER, dtype=torch.uint8, device="cpu")
         message[:HEADER] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         if payload is not None:
             message[HEADER : HEADER + payload.numel()] = payload
@@ -183,7 +183,7 @@ class Between:
 
     def _expect_greetings(self) -> None:
         for leader in self._hosts.other_leaders:
-            message = torch.empty(HEADER + EAGER, dtype=torch.uint8)
+            message = torch.empty(HEADER + EAGER, dtype=torch.uint8, device="cpu")
             self._coming[leader] = message, self._receive(message, leader, _GREETING)
 
     # --- bytes -----------------------------------------------------------------------------------------------------
@@ -212,12 +212,17 @@ class Between:
         except RuntimeError as error:
             return _Failed(error)
 
+    @property
+    def numbers(self) -> int:
+        """See :class:`Transport`."""
+        return _MAIL
+
     def message(self, content: torch.Tensor, number: int, *, to: int | None = None, source: int | None = None) -> Any:
         """Begin to send bytes to a rank, or to receive them from ``source`` or (neither) any rank, by a number of the
-        caller's, below :data:`MAIL`, that only messages use."""
+        caller's, below :attr:`numbers`, that only messages use."""
         if to is not None:
-            return self._send(content, to, MAIL + number)
-        return self._receive(content, source, MAIL + number)
+            return self._send(content, to, _MAIL + number)
+        return self._receive(content, source, _MAIL + number)
 
     def wait(self, works: Sequence[Any], ranks: Sequence[int], header: bytes, *, limit: float) -> None:
         """Wait for gloo's works.
@@ -295,8 +300,9 @@ class Between:
     def tell(self, error: LockstepError) -> None:
         """Tell the other hosts what has ended the group; the first error that a host tells counts for all."""
         telling = threading.Thread(target=self._write, args=("ended", dumps(error)), name="lockstep-tells", daemon=True)
-        telling.start()
-        telling.join(_TELLING)
+        with contextlib.suppress(RuntimeError):  # no room for a thread: the others find out by themselves
+            telling.start()
+            telling.join(_TELLING)
 
     def _write(self, key: str, text: str) -> None:
         with contextlib.suppress(RuntimeError):  # the store's host is gone, as others see as well
@@ -317,8 +323,9 @@ class Between:
             return
         with self._starting:
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._watch, name="lockstep-between", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._watch, name="lockstep-between", daemon=True)
+                thread.start()
+                self._thread = thread
         self._wake.set()
 
     def _watch(self) -> None:
@@ -371,7 +378,8 @@ class Between:
         self._broken = True
         if not self._hosts.other_leaders:
             return
-        work = self._receive(torch.empty(1, dtype=torch.uint8), self._hosts.other_leaders[0], _NEVER)
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+        work = self._receive(nothing, self._hosts.other_leaders[0], _NEVER)
         with contextlib.suppress(RuntimeError):  # as intended
             work.wait(timedelta(milliseconds=1))
 

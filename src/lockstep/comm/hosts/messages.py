@@ -21,21 +21,23 @@ import torch
 from lockstep import _torch
 from lockstep.comm.group import tensors
 from lockstep.comm.group.engine import Engine
-from lockstep.comm.group.fingerprint import dtype_code, dtype_name, place
+from lockstep.comm.group.fingerprint import as_bytes, dtype_code, dtype_name, place
 from lockstep.comm.group.work import GroupWork
-from lockstep.comm.hosts.between import MAIL, Wait
+from lockstep.comm.hosts.between import Wait
 from lockstep.errors import CollectiveMismatch, LockstepError
 from lockstep.job import flight
 
 #: Bytes of the content, code of its dtype, its number; then the line that sent it, as text.
 _ENVELOPE = struct.Struct("<qqq")
 _BYTES = 256
-#: Numbers for callers' tags; those of the contents follow.
-_TAGS = MAIL // 2
 
 
 class Transport(Protocol):
     """Moves the bytes of messages."""
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers there are for messages, from 0: what :meth:`message` is given is less."""
 
     def message(self, content: torch.Tensor, number: int, *, to: int | None = None, source: int | None = None) -> Any:
         """Begin to send bytes to a rank, or to receive them from ``source`` or (neither) any rank."""
@@ -88,7 +90,7 @@ class _Receiving(RemoteMessage):
         super().__init__(name, tensor, limit)
         self._shm_messages = messages
         self._shm_tensor = tensor
-        self.shm_envelope = torch.empty(_BYTES, dtype=torch.uint8)
+        self.shm_envelope = torch.empty(_BYTES, dtype=torch.uint8, device="cpu")
         self.shm_coming: Any = None
         self.shm_asked_source: int | None = None
 
@@ -123,7 +125,10 @@ class Messages:
         self.engine = engine
         self.transport = transport
         self._numbers = itertools.count()
+        #: As many numbers of the transport are for callers' tags; those of the contents follow.
+        self._tags = transport.numbers // 2
         self._sends: list[_Sending] = []
+        self._lock = threading.RLock()
 
     def send(self, tensor: torch.Tensor, *, to: int, tag: int, timeout: float) -> RemoteMessage:
         """Begin to send ``tensor``, which must not change until the work is complete."""
@@ -131,17 +136,18 @@ class Messages:
         work.shm_wait.ranks = [to]
         flat = tensors.source(tensor)
         content = _bytes(flat)
-        number = _TAGS + next(self._numbers) % _TAGS
+        number = self._tags + next(self._numbers) % self._tags
         envelope = bytearray(_BYTES)
         _ENVELOPE.pack_into(envelope, 0, content.numel(), dtype_code(flat.dtype), number)
-        where = work.shm_place.encode()[: _BYTES - _ENVELOPE.size]
+        where = as_bytes(work.shm_place, _BYTES - _ENVELOPE.size)
         envelope[_ENVELOPE.size : _ENVELOPE.size + len(where)] = where
         said = torch.frombuffer(envelope, dtype=torch.uint8)
-        work.shm_works = [self.transport.message(said, _number(tag), to=to)]
+        work.shm_works = [self.transport.message(said, self._number(tag), to=to)]
         if content.numel():
             work.shm_works.append(self.transport.message(content, number, to=to))
-        work.shm_begin()
-        self._sends = [each for each in self._sends if not each.is_completed()] + [work]
+        with self._lock:
+            self._sends = [*(each for each in self._sends if not each.is_completed()), work]
+        self._begin(work)
         return work
 
     def receive(self, tensor: torch.Tensor, *, source: int | None, tag: int, timeout: float) -> RemoteMessage:
@@ -150,22 +156,35 @@ class Messages:
         work = _Receiving(self, f"recv from {whom} (tag {tag})", tensor, timeout)
         work.shm_wait.ranks = [source] if source is not None else list(range(self.engine.size))
         work.shm_asked_source = source
-        work.shm_coming = self.transport.message(work.shm_envelope, _number(tag), source=source)
-        work.shm_begin()
+        work.shm_coming = self.transport.message(work.shm_envelope, self._number(tag), source=source)
+        self._begin(work)
         return work
 
     def close(self, timeout: float) -> None:
-        """Complete the sends in flight; each has ``timeout`` seconds."""
-        for work in self._sends:
+        """Complete the sends in flight, in ``timeout`` seconds altogether."""
+        until = time.monotonic() + timeout
+        for work in list(self._sends):
+            left = until - time.monotonic()
+            if left <= 0:
+                return
             with contextlib.suppress(LockstepError):  # a thread that waits for it gets the error
-                work.wait(timedelta(seconds=timeout))
+                work.wait(timedelta(seconds=left))
+
+    def _begin(self, work: RemoteMessage) -> None:
+        try:
+            work.shm_begin()
+        except (
+            RuntimeError
+        ) as error:  # what was given to the transport can't be taken back, and nobody would wait for it
+            said = f"rank {self.engine.rank} can't start a thread for {work.shm_wait.what}: {error}"
+            work.shm_finish(self.engine.end(LockstepError(said)))
+            raise
+
+    def _number(self, tag: int) -> int:
+        if not 0 <= tag < self._tags:
+            raise RuntimeError(f"tag={tag}: expected 0 to {self._tags - 1}")
+        return tag
 
 
 def _bytes(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
-
-
-def _number(tag: int) -> int:
-    if not 0 <= tag < _TAGS:
-        raise RuntimeError(f"tag={tag}: expected 0 to {_TAGS - 1}")
-    return tag

@@ -177,7 +177,7 @@ class VerbsInRounds(Engine):
 
     def add_rows(self, rows: torch.Tensor, order: RowOrder, part: SharedPart) -> None:
         """See :class:`Engine`. Each rank adds up its own part of the columns, piece by piece within the cache."""
-        views = part.views(tensors.target(rows))
+        views = part.views(tensors.source(rows))
         rounds = self._rounds
         rounds.sync()
         first, end = own_part(order.width, rounds.rank, rounds.size)
@@ -289,5 +289,8 @@ class VerbsInRounds(Engine):
 
 def _views(tensor: torch.Tensor, how: Reduction, part: SharedPart) -> list[torch.Tensor]:
     """Return all ranks' memory of a shared tensor, in order of rank, as what is reduced."""
-    views = part.views(tensors.target(tensor))
-    return views if views[0].dtype is how.dtype else [view.view(how.dtype) for view in views]
+    views = part.views(tensors.source(tensor))
+    if views[0].dtype is how.dtype:
+        return views
+    with torch.inference_mode(False):  # (an in_place_sum keeps them, see SharedTensors._find)
+        return [view.view(how.dtype) for view in views]

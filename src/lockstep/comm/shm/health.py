@@ -241,15 +241,16 @@ class _Watch:
     users: int = field(default=1)
 
 
-# One descriptor per peer process, however many groups it shares with this one. Used by all of this process's threads.
+# One descriptor per peer process, however many groups it shares with this one. Used by all of this process's threads,
+# and by signal handlers that destroy a group.
 _watches: dict[tuple[int, int], _Watch] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def _forget_after_fork() -> None:
     """Close a forked child's copies of the descriptors, which it has no use for."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     for watch in _watches.values():
         if watch.descriptor is not None:
             os.close(watch.descriptor)

@@ -50,7 +50,7 @@ class MemoryEngine(VerbsInRounds):
         self._rounds = Rounds(self._segment, self._layout, rank=rank, health=self._health)
         self._shared = SharedTensors(rank=rank)
         self._messages: Messages | None = None
-        self._making = threading.Lock()
+        self._making = threading.RLock()
 
     def _make_health(self, whereabouts: list[Whereabouts], members: Sequence[int]) -> Health:
         return Health(self._segment, self._layout, whereabouts, rank=self.rank, members=members)
@@ -110,7 +110,6 @@ class MemoryEngine(VerbsInRounds):
         tensor on it does."""
         if self._messages is not None:
             self._messages.close(timeout)
-        del self._rounds
         self._shared.close()
         self._health.close()
 
@@ -128,8 +127,8 @@ class MemoryEngine(VerbsInRounds):
         """Return the group's messages, which are made when first used."""
         if self._messages is None:
             with self._making:  # several threads may send their first message at once, and two would count apart
-                if self._messages is None:
-                    self._messages = Messages(self._segment, self._layout, rank=self.rank, health=self._health)
+                made = Messages(self._segment, self._layout, rank=self.rank, health=self._health)
+                self._messages = self._messages or made
         return self._messages
 
     def find(self, tensor: torch.Tensor) -> SharedPart | None:

@@ -8,6 +8,14 @@ message that comes before its receive is kept in this process's memory.
 The thread that waits for a message moves the fragments of all; while something is in flight and no thread waits, a
 thread of the group does. So a send of any size completes while its receiver computes, and a blocking receive costs no
 hand-over between threads.
+
+Note [One rule for messages]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A signal handler may raise between any two instructions of what moves a fragment, or call this group again there; and a
+fragment may be lost to an error (no memory, a tensor that can't be written). Where the two ranks are then in their
+count of fragments is not known any more, and whoever went on would move the wrong bytes. So whatever leaves
+:meth:`Messages._move` ends the group, on all ranks, and nothing moves after it; a call in the middle is refused. A work
+is taken out of its list only when it is finished, so that each one learns of the error.
 """
 
 from __future__ import annotations
@@ -25,8 +33,8 @@ import torch
 
 from lockstep import _torch
 from lockstep.comm.group import tensors
-from lockstep.comm.group.failures import again
-from lockstep.comm.group.fingerprint import dtype_code, dtype_name, place
+from lockstep.comm.group.failures import again, in_words
+from lockstep.comm.group.fingerprint import as_bytes, dtype_code, dtype_name, place
 from lockstep.comm.group.work import GroupWork
 from lockstep.comm.shm import semaphore
 from lockstep.comm.shm.health import Health
@@ -41,8 +49,8 @@ from lockstep.job.patience import Patience
 _GRACE = 2e-3
 #: Polls of the wake-up before a waiting rank sleeps.
 _POLLS = 100
-#: Tag, bytes of the message, code of its dtype; then the line that sent it, as text.
-_HEADER = struct.Struct("<qqq")
+#: Number of the fragment, tag, bytes of the message, code of its dtype; then the line that sent it, as text.
+_HEADER = struct.Struct("<qqqq")
 _PLACE = MAIL_HEADER - _HEADER.size
 
 
@@ -63,6 +71,7 @@ class Box:
     """The box of an ordered pair of ranks, as one of them sees it: the source puts, the destination takes."""
 
     def __init__(self, segment: Segment, layout: Layout, *, source: int, destination: int) -> None:
+        self._source, self._destination = source, destination
         offsets = [layout.box(source, destination, slot) for slot in range(MAIL_SLOTS)]
         self._headers = [segment.view[offset : offset + MAIL_HEADER] for offset in offsets]
         self._bodies = [segment.bytes[offset + MAIL_HEADER :][: layout.chunk] for offset in offsets]
@@ -78,8 +87,8 @@ class Box:
         if semaphore.trywait(self._free) != 0:
             return None
         header, body = self._next()
-        header[: _HEADER.size] = _HEADER.pack(envelope.tag, envelope.size, envelope.dtype)
-        header[_HEADER.size :] = envelope.place.encode()[:_PLACE].ljust(_PLACE, b"\0")
+        header[: _HEADER.size] = _HEADER.pack(self._count, envelope.tag, envelope.size, envelope.dtype)
+        header[_HEADER.size :] = as_bytes(envelope.place, _PLACE).ljust(_PLACE, b"\0")
         piece = content[sent : sent + body.numel()]
         body[: piece.numel()].copy_(piece)
         semaphore.post(self._full)
@@ -87,12 +96,21 @@ class Box:
         return sent + piece.numel()
 
     def take(self) -> tuple[Envelope, torch.Tensor] | None:
-        """Return the next fragment, if one is there; it stays valid until :meth:`give_back`."""
+        """Return the next fragment, if one is there; it stays valid until :meth:`give_back`.
+
+        Raises:
+            LockstepError: it is another one: the two ranks count apart.
+        """
         if semaphore.trywait(self._full) != 0:
             return None
         header, body = self._next()
         where = bytes(header[_HEADER.size :]).rstrip(b"\0").decode(errors="replace")
-        tag, size, dtype = _HEADER.unpack_from(header)
+        number, tag, size, dtype = _HEADER.unpack_from(header)
+        if number != self._count:
+            raise LockstepError(
+                f"rank {self._destination} expected fragment {self._count} of the messages from rank {self._source}, "
+                f"and got fragment {number}, sent at {where}; this group can't be used any more"
+            )
         return Envelope(tag, size, dtype, where), body
 
     def give_back(self) -> None:
@@ -155,7 +173,8 @@ class MessageWork(GroupWork):
         return super().get_future()
 
     def shm_finish(self, error: BaseException | None) -> None:
-        super().shm_finish(error)
+        if not self.shm_ready():  # (else an error came right after it was complete)
+            super().shm_finish(error)
         self._shm_messages.completed(self)
 
     def shm_ready(self) -> bool:
@@ -182,7 +201,7 @@ class Sending:
     begun: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class Receiving:
     """A receive that is not complete."""
 
@@ -202,7 +221,7 @@ class Receiving:
         return (self.content.numel(), dtype_code(self.flat.dtype)) == (envelope.size, envelope.dtype)
 
 
-@dataclass
+@dataclass(eq=False)
 class Arrival:
     """A message of which a part has come, or all of it before its receive."""
 
@@ -235,7 +254,7 @@ class Matching:
         #: Messages that are arriving, or that no receive has asked for yet.
         self._arrivals: list[Arrival] = []
         #: True if the group has failed or was destroyed.
-        self._over = False
+        self.is_over = False
 
     def send(self, sending: Sending) -> None:
         """Queue a send behind the earlier ones to the same rank."""
@@ -276,7 +295,7 @@ class Matching:
 
     def fail(self, error: LockstepError) -> None:
         """Complete everything with ``error``. The tensors are the callers' again: nothing writes to them."""
-        self._over = True
+        self.is_over = True
         for work in self.pending():
             work.shm_finish(again(error))
         for queue in self._sends:
@@ -287,11 +306,12 @@ class Matching:
 
     def progress(self) -> None:
         """Move every fragment that can be moved."""
-        if self._over:
+        if self.is_over:
             return
         for outbox, queue in zip(self._outboxes, self._sends, strict=True):
             while queue and self._push(outbox, queue[0]):
-                queue.popleft().work.shm_finish(None)
+                queue[0].work.shm_finish(None)
+                queue.popleft()
         for source, inbox in enumerate(self._inboxes):
             while (fragment := inbox.take()) is not None:
                 self._accept(source, *fragment)
@@ -321,14 +341,14 @@ class Matching:
     def _begin(self, source: int, envelope: Envelope) -> Arrival:
         """Find the receive that a message is for, the first one issued that fits; else keep it for one to come."""
         receiving = next((each for each in self._open if each.fits(source, envelope.tag)), None)
-        if receiving is not None:
-            self._open.remove(receiving)
         if receiving is not None and receiving.accepts(envelope):
             content = receiving.content
         else:
-            content = torch.empty(envelope.size, dtype=torch.uint8)
+            content = torch.empty(envelope.size, dtype=torch.uint8, device="cpu")
         arrival = Arrival(source, envelope, content, receiving=receiving)
         self._arrivals.append(arrival)
+        if receiving is not None:
+            self._open.remove(receiving)
         return arrival
 
     def _settle(self, arrival: Arrival) -> None:
@@ -336,15 +356,15 @@ class Matching:
         receiving = arrival.receiving
         if receiving is None or not arrival.complete:
             return
-        self._arrivals.remove(arrival)
-        if not receiving.accepts(arrival.envelope):
+        if receiving.accepts(arrival.envelope):
+            if arrival.content is not receiving.content:
+                receiving.content.copy_(arrival.content)
+            tensors.restore(receiving.tensor, receiving.flat)
+            receiving.work.shm_arrived_from(arrival.source)
+            receiving.work.shm_finish(None)
+        else:
             receiving.work.shm_finish(self._health.end(self._unequal(arrival, receiving)))
-            return
-        if arrival.content is not receiving.content:
-            receiving.content.copy_(arrival.content)
-        tensors.restore(receiving.tensor, receiving.flat)
-        receiving.work.shm_arrived_from(arrival.source)
-        receiving.work.shm_finish(None)
+        self._arrivals.remove(arrival)
 
     def _unequal(self, arrival: Arrival, receiving: Receiving) -> CollectiveMismatch:
         envelope, flat = arrival.envelope, receiving.flat
@@ -367,9 +387,10 @@ class Messages:
         self._wakeup = segment.address + layout.wakeup(rank)
         self._health = health
         self._matching = Matching(segment, layout, rank=rank, health=health)
+        # Whoever has the lock, and is interrupted by a signal handler, has it there as well: see _is_interrupted.
         self._condition = threading.Condition(threading.RLock())
-        #: True while a thread moves fragments and sleeps until the next wake-up.
-        self._driven = False
+        #: Identifier of the thread that moves fragments and sleeps until the next wake-up.
+        self._driver: int | None = None
         #: Complete works whose futures' callbacks are still to run; see _flush.
         self._finished: deque[MessageWork] = deque()
         #: The time of the last check whether the messages in flight can still complete.
@@ -384,38 +405,33 @@ class Messages:
         flat = tensors.source(tensor)
         content = flat.view(torch.uint8)
         envelope = Envelope(tag, content.numel(), dtype_code(flat.dtype), work.shm_place)
-        with self._condition:
-            self._matching.send(Sending(work, to, envelope, content))
-            self._begin(work)
-        self._flush()
+        self._begin(Sending(work, to, envelope, content))
         return work
 
     def receive(self, tensor: torch.Tensor, *, source: int | None, tag: int, timeout: float) -> MessageWork:
         """Begin to receive into ``tensor``, from ``source`` or (None) the rank that sends first."""
         whom = "any rank" if source is None else f"rank {source}"
         work = MessageWork(self, f"recv from {whom} (tag {tag})", timeout, [tensor])
-        flat = tensors.target(tensor)
-        with self._condition:
-            self._matching.receive(Receiving(work, source, tag, tensor, flat, flat.view(torch.uint8)))
-            self._begin(work)
-        self._flush()
+        with torch.inference_mode(False):  # any thread may write to them, in any mode
+            flat = tensors.target(tensor)
+            content = flat.view(torch.uint8)
+        self._begin(Receiving(work, source, tag, tensor, flat, content))
         return work
 
     def poll(self) -> None:
         """Move what can be moved without waiting."""
+        if self._is_interrupted:
+            return
         with self._condition:
-            self._progress()
+            if not self._matching.is_over:
+                self._progress()
         self._flush()
 
     def drive(self, work: MessageWork, limit: float | None) -> None:
         """Work until ``work`` is complete (an error completes it too), or ``limit`` seconds have passed."""
+        self._refuse_interrupted(work)
         until = None if limit is None else time.monotonic() + limit
         while not work.shm_ready() and (until is None or time.monotonic() < until):
-            with self._condition:
-                if self._driven:  # another thread does the work for all: wait until something is complete
-                    self._condition.wait(NAP)
-                    continue
-                self._driven = True
             self._drive(work, until)
 
     def in_flight(self) -> bool:
@@ -429,29 +445,54 @@ class Messages:
         self._condition.notify_all()
 
     def close(self, timeout: float) -> None:
-        """Complete the sends in flight, refuse the receives, and end the thread."""
+        """Complete the sends in flight, in ``timeout`` seconds altogether, refuse the receives, and end the thread."""
+        if self._is_interrupted:  # the frame that was interrupted does the rest
+            self._closing = True
+            self._condition.notify_all()
+            return
+        until = time.monotonic() + timeout
         with self._condition:
             sends = [each.work for each in self._matching.sends()]
         for work in sends:
-            self.drive(work, timeout)
+            self.drive(work, until - time.monotonic())
         with self._condition:
             self._closing = True
-            self._matching.fail(LockstepError(f"rank {self._rank} destroyed the process group"))
+            self._refuse_all()
             self._condition.notify_all()
             thread = self._thread
         self._flush()
         if thread is not None and thread is not threading.current_thread():
             thread.join(10 * NAP)
 
-    def _begin(self, work: MessageWork) -> None:
-        self._progress()
-        if work.shm_ready():
-            return
-        self._health.waits_in(str(work))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="shm-messages", daemon=True)
-            self._thread.start()
-        self._condition.notify_all()
+    @property
+    def _is_interrupted(self) -> bool:
+        """Whether a signal handler asks, while its thread is in the middle of something here."""
+        lock: Any = self._condition
+        return bool(lock._is_owned())
+
+    def _refuse_interrupted(self, work: MessageWork) -> None:
+        if self._is_interrupted:
+            raise LockstepError(
+                f"{work}: called while the same thread was moving messages of this process group, as a signal handler "
+                "does; let the handler set a flag, and act on it between two messages"
+            )
+
+    def _refuse_all(self) -> None:
+        self._matching.fail(LockstepError(f"rank {self._rank} destroyed the process group"))
+
+    def _begin(self, message: Sending | Receiving) -> None:
+        work = message.work
+        self._refuse_interrupted(work)
+        with self._condition:
+            if self._thread is None:  # (before anything is queued: there may be no room for a thread)
+                thread = threading.Thread(target=self._loop, name="shm-messages", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._progress(message)
+            if not work.shm_ready():
+                self._health.waits_in(str(work))
+                self._condition.notify_all()
+        self._flush()
 
     def _loop(self) -> None:
         """Run the group's thread: it moves fragments while something is in flight and no other thread waits for it."""
@@ -461,18 +502,29 @@ class Messages:
                 if self._closing:
                     return
                 self._condition.wait(_GRACE)
-                if self._driven or not self._matching.pending():
+                if self._driver is not None or not self._matching.pending():
                     continue
-                self._driven = True
-            self._drive(None, time.monotonic() + NAP)
+            try:
+                self._drive(None, time.monotonic() + NAP)
+            except Exception:
+                if self._health.known() is None:
+                    raise
+                return  # all works have the error: Note [One rule for messages]
 
     def _drive(self, work: MessageWork | None, until: float | None) -> None:
         """Move fragments and sleep until the next wake-up, until ``work`` or any other is complete, or it is ``until``.
 
-        Any other, because its callbacks run first: ``work`` may depend on what they do. The caller has
-        set ``_driven``.
+        Any other, because its callbacks run first: ``work`` may depend on what they do. While another thread does the
+        work for all, wait until something is complete.
         """
+        me, before = threading.get_ident(), None
         try:
+            with self._condition:
+                before = self._driver
+                if before not in (None, me):
+                    self._condition.wait(NAP)
+                    return
+                self._driver = me
             while self._step(work):
                 for _ in range(_POLLS):
                     if semaphore.trywait(self._wakeup) == 0:
@@ -486,10 +538,11 @@ class Messages:
                 if until is not None and now >= until:
                     return
         finally:
-            with self._condition:
-                self._driven = False
-                self._condition.notify_all()
-            self._flush()
+            if self._driver == me:
+                with self._condition:
+                    self._driver = before  # (this thread, if a signal handler waits for a message meanwhile)
+                    self._condition.notify_all()
+                self._flush()
 
     def _step(self, work: MessageWork | None) -> bool:
         """Move what can be moved; return False if the thread that drives has something else to do now."""
@@ -499,15 +552,28 @@ class Messages:
                 return False
             return not self._closing and bool(self._matching.pending())
 
-    def _progress(self) -> None:
-        self._move()
-        if self._driven:  # it may sleep, although its wake-up was taken here
+    def _progress(self, message: Sending | Receiving | None = None) -> None:
+        self._move(message)
+        if self._driver is not None:  # it may sleep, although its wake-up was taken here
             semaphore.post(self._wakeup)
 
-    def _move(self) -> None:
-        while semaphore.trywait(self._wakeup) == 0:  # what it was posted for is found below
-            pass
-        self._matching.progress()
+    def _move(self, message: Sending | Receiving | None = None) -> None:
+        """Queue ``message``, if there is one, and move what can be moved; see Note [One rule for messages]."""
+        try:
+            while semaphore.trywait(self._wakeup) == 0:  # what it was posted for is found below
+                pass
+            if isinstance(message, Sending):
+                self._matching.send(message)
+            elif message is not None:
+                self._matching.receive(message)
+            self._matching.progress()
+            if self._closing:
+                self._refuse_all()
+        except BaseException as error:
+            self._matching.is_over = True  # (at once, without a call: another signal may come)
+            said = f"{self._health.name} failed while it moved messages: {in_words(error)}"
+            self._matching.fail(self._health.end(LockstepError(said)))
+            raise
 
     def _flush(self) -> None:
         """Run the callbacks of what is complete, without holding the lock: they are callers' code."""
@@ -544,15 +610,17 @@ class Messages:
 
     def _lost(self) -> LockstepError | None:
         gone = self._health.gone()
-        away = gone | self._health.left()
+        left = self._health.left()
+        away = gone | left
         if not away:
             return None
-        self._matching.progress()  # what they sent before they went is there by now
+        self._move()  # what they sent before they went is there by now
         works: list[tuple[MessageWork, int | None]] = [(s.work, s.destination) for s in self._matching.sends()]
         works += [(each.work, source) for each, source in self._matching.receives()]
         for work, peer in works:
-            if peer is None and (gone or len(away) == len(self._others)):
-                peer = min(gone or away)
+            # (A rank that has left and then ended is no loss to who waits for anyone, while another may send.)
+            if peer is None and (gone - left or len(away) == len(self._others)):
+                peer = min(gone - left or away)
             if peer in away:
                 return self._health.lost(str(work), [peer], ended=peer in gone)
         return None

@@ -211,7 +211,8 @@ class Rounds:
 
     def _view(self, buffer: int, dtype: torch.dtype) -> list[torch.Tensor]:
         offsets = [self._layout.stage(peer, buffer) for peer in range(self.size)]
-        return [self._segment.bytes[offset : offset + self.chunk].view(dtype) for offset in offsets]
+        with torch.inference_mode(False):  # else it could be written in inference mode only
+            return [self._segment.bytes[offset : offset + self.chunk].view(dtype) for offset in offsets]
 
     # --- waiting ---------------------------------------------------------------------------------------------------
 

@@ -72,7 +72,8 @@ class Segment:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         #: All bytes (uint8); a view of it keeps the mapping alive.
-        self.bytes: torch.Tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        with torch.inference_mode(False):  # else it could be written in inference mode only
+            self.bytes: torch.Tensor = torch.frombuffer(memory, dtype=torch.uint8)
         #: The same bytes as a memoryview, for headers and words.
         self.view = memoryview(memory).cast("B")
         #: Address of the first byte in this process.

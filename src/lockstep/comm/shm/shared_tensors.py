@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.comm.group.engine import Engine, SharedPart
+from lockstep.comm.group.fingerprint import as_bytes
 from lockstep.comm.shm.segment import Memory, Offer, Segment
 from lockstep.errors import RendezvousError
 
@@ -60,7 +61,7 @@ class SharedTensors:
         self._made = 0
         self.allocations: list[_Allocation] = []
         self._parts: dict[tuple[int, int, torch.dtype], SharedPart] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # (a signal handler may destroy the group while its thread has it)
         #: Numbers of allocations whose memory is gone; see Note [Lifetime of shared tensors].
         self._ended: deque[int] = deque()
 
@@ -71,10 +72,10 @@ class SharedTensors:
             RendezvousError: some rank has no memory, or can't map another's.
         """
         nbytes = count * dtype.itemsize
-        segment, others = self._share(engine, _HEAD + max(1, nbytes))
+        segment, others, number = self._share(engine, _HEAD + max(1, nbytes))
         mine = segment.bytes[_HEAD : _HEAD + nbytes]
         start = mine.data_ptr()
-        number, self._made = self._made, self._made + 1
+        self._made = number + 1
         allocation = _Allocation(
             number,
             start,
@@ -85,10 +86,16 @@ class SharedTensors:
         with self._lock:
             self._forget_ended()
             self.allocations.append(allocation)
-        return mine.view(dtype)
+        with torch.inference_mode(False):  # (see _find)
+            return mine.view(dtype)
 
-    def _share(self, engine: Engine, nbytes: int) -> tuple[Segment, list[torch.Tensor | None]]:
-        """**Collective.** Make this rank's memory and map the others', all as bytes; None for this rank's own."""
+    def _share(self, engine: Engine, nbytes: int) -> tuple[Segment, list[torch.Tensor | None], int]:
+        """**Collective.** Make this rank's memory and map the others', all as bytes; None for this rank's own. Return
+        the allocation's number, too.
+
+        It is the next of the rank that has made most: one that was interrupted at the end of an allocation has not
+        counted it, and a group that begins anew has all ranks' memory still.
+        """
         offer: Offer | None = None
         said: str | None = None
         try:
@@ -97,7 +104,9 @@ class SharedTensors:
             except RendezvousError as error:
                 said = f"rank {self._rank}: {error}"
             # (A refusal is told in the second exchange; here it is enough that there is nothing to map.)
-            offers = [Offer.loads(text) for text in _exchange(engine, "" if offer is None else offer.dumps()) if text]
+            said_first = _exchange(engine, "" if offer is None else offer.dumps(), self._made)
+            number = max(made for made, _ in said_first)
+            offers = [Offer.loads(text) for _, text in said_first if text]
             others: list[torch.Tensor | None] = []
             if len(offers) == engine.size:
                 try:
@@ -106,13 +115,13 @@ class SharedTensors:
                     ]
                 except RendezvousError as error:
                     said = f"rank {self._rank}: {error}"
-            refusals = [text for text in _exchange(engine, said or "") if text]
+            refusals = [text for _, text in _exchange(engine, said or "") if text]
         finally:
             if offer is not None:
                 os.close(offer.descriptor)
         if refusals:
             raise RendezvousError("\n".join(refusals))
-        return segment, others
+        return segment, others, number
 
     def find(self, flat: torch.Tensor) -> SharedPart | None:
         """Return the part of an allocation that ``flat`` is, or None if it lies elsewhere.
@@ -145,10 +154,12 @@ class SharedTensors:
                 offset = address - allocation.start
                 if offset % dtype.itemsize or address + nbytes > allocation.end:
                     return None
-                views = (
-                    None if other is None else other[offset : offset + nbytes].view(dtype)
-                    for other in allocation.others
-                )
+                # These are kept: views of another dtype that inference mode makes could be written in that mode only.
+                with torch.inference_mode(False):
+                    views = [
+                        None if other is None else other[offset : offset + nbytes].view(dtype)
+                        for other in allocation.others
+                    ]
                 return SharedPart(allocation.number, offset, tuple(views), allocation.memory)
         return None
 
@@ -160,8 +171,8 @@ class SharedTensors:
         self._parts = {key: part for key, part in self._parts.items() if part.number not in ended}
 
 
-def _exchange(engine: Engine, text: str) -> list[str]:
-    """**Collective.** Return every rank's short text (the rest is cut off), in order of rank."""
-    content = text.encode()[:_RECORD]
-    records = engine.gather_numbers([len(content), *content.ljust(_RECORD, b"\0")])
-    return [bytes(record[:length]).decode(errors="replace") for length, *record in records]
+def _exchange(engine: Engine, text: str, number: int = 0) -> list[tuple[int, str]]:
+    """**Collective.** Return every rank's number and short text (the rest is cut off), in order of rank."""
+    content = as_bytes(text, _RECORD)
+    records = engine.gather_numbers([number, len(content), *content.ljust(_RECORD, b"\0")])
+    return [(theirs, bytes(record[:length]).decode(errors="replace")) for theirs, length, *record in records]

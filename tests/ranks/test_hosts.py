@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import threading
 import time
 import warnings
 from dataclasses import replace
@@ -17,11 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, but not in torch's stubs
 
 import lockstep
 from lockstep.checkpoint.manifest import FileEntry, Manifest
-from lockstep.comm.group.meeting import Whereabouts
+from lockstep.comm.group.meeting import Whereabouts, say_and_hear
 from lockstep.comm.hosts import between
+from lockstep.comm.hosts.engine import HostsEngine
 from lockstep.comm.hosts.grouping import Hosts
 from tests.harness import Outcome, collect_outcomes, run_ranks
 from tests.ranks.standing import wait_until_it_is_over, wait_until_they_wait
@@ -335,6 +338,76 @@ def test_messages_keep_their_order_and_their_limits() -> None:
     assert told[:2] == [["CollectiveTimeout"]] * 2
 
 
+def _of_odd_places() -> tuple[float, float]:
+    """Under another default device, from a script whose path is no text; small and large, each with its messages."""
+    world = lockstep.init("hierarchical", timeout=60)
+    small, large = torch.full((3,), world.rank + 1.0), torch.full((5000,), world.rank + 1.0)
+    lines = """with torch.device("meta"):
+        dist.all_reduce(small)
+        dist.all_reduce(large)
+        dist.send(small, 2) if world.rank == 0 else dist.recv(small, 0) if world.rank == 2 else None
+    """
+    code = compile(lines, os.fsdecode(b"/home/caf\xe9.py"), "exec")
+    exec(code, {**globals(), "world": world, "small": small, "large": large})
+    dist.barrier()
+    return float(small[0]), float(large[-1])
+
+
+def test_neither_a_default_device_nor_the_path_of_a_script_matters() -> None:
+    assert run_ranks(_of_odd_places, 3, hosts=[2, 1]) == [(6.0, 6.0)] * 3
+
+
+def _without_a_thread() -> list[str]:
+    world = lockstep.init("hierarchical", timeout=60)
+    dist.barrier()
+    if world.rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+
+            def refuse(_thread: threading.Thread) -> None:
+                raise RuntimeError("can't start new thread")
+
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                dist.isend(torch.ones(3), 1)
+        group: Any = dist.group.WORLD
+        group._shm_group.engine._between.tell(group._shm_group.engine.known())
+    kind, message, _ = _timed(lambda: dist.recv(torch.ones(4), 1 - world.rank, tag=3))
+    return [kind, message.split(" at ")[0]]
+
+
+def test_a_message_for_which_there_is_no_thread_ends_the_group() -> None:
+    expected = ["LockstepError", "rank 0 can't start a thread for send to rank 1 (tag 0)"]
+    assert run_ranks(_without_a_thread, 2, hosts=[1, 1]) == [expected] * 2
+
+
+def _met_by_some(folder: str) -> list[bool]:
+    """Rank 1 gives up while the hosts meet, when all connections are there."""
+    made: list[between.Between] = []
+    real = between.Between.__init__
+
+    def noted(self: between.Between, *args: Any, **options: Any) -> None:
+        made.append(self)
+        real(self, *args, **options)
+
+    def met(store: Any, key: str, *args: Any) -> Any:
+        if key == "inside":
+            raise lockstep.RendezvousError("some rank did not come")
+        return say_and_hear(store, key, *args)
+
+    store = FileStore(f"{folder}/store", 2)
+    rank = int(os.environ["RANK"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(between.Between, "__init__", noted)
+        patch.setattr("lockstep.comm.hosts.engine.say_and_hear", met)
+        with pytest.raises(lockstep.RendezvousError):
+            HostsEngine(store, rank=rank, size=2, timeout=30, chunk=1024, host=str(rank))
+    return [each._closed for each in made]
+
+
+def test_hosts_that_do_not_meet_close_what_they_have_opened(tmp_path: Any) -> None:
+    assert run_ranks(_met_by_some, 2, str(tmp_path), hosts=[1, 1]) == [[True]] * 2
+
+
 # --- a group that is destroyed because of an error --------------------------------------------------------------------
 
 
@@ -347,6 +420,9 @@ def _destroy_with(backend: str, issued: str) -> tuple[str, float]:
             if world.rank == 0:
                 if issued == "message":
                     dist.isend(torch.ones(3_000_000), world.world_size - 1)
+                elif issued == "messages":
+                    for tag in range(10):
+                        dist.isend(torch.ones(3_000_000), world.world_size - 1, tag=tag)
                 else:
                     dist.all_reduce(torch.ones(3_000_000), async_op=True)
                 raise ValueError("the first error")
@@ -358,7 +434,7 @@ def _destroy_with(backend: str, issued: str) -> tuple[str, float]:
     raise AssertionError("all have failed")
 
 
-@pytest.mark.parametrize("issued", ["message", "collective"])
+@pytest.mark.parametrize("issued", ["message", "messages", "collective"])
 @pytest.mark.parametrize(("backend", "hosts"), [("hierarchical", [2, 2]), ("shm", None)])
 def test_an_error_does_not_wait_for_what_was_issued_before_it(
     backend: str, hosts: list[int] | None, issued: str

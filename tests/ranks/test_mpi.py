@@ -273,3 +273,73 @@ say(f"rank {world.rank}: {tensor.tolist()}")
 
 def test_a_rank_without_descriptors_waits_for_the_others() -> None:
     assert _start(_NO_DESCRIPTOR, 2) == [f"rank {rank}: [2.0, 2.0, 2.0, 2.0]" for rank in (0, 1)]
+
+
+_FEW_TAGS = (
+    _SAY
+    + """
+from lockstep.comm.mpi import MpiEngine
+numbers = MpiEngine.numbers
+MpiEngine.numbers = property(lambda self: 8)  # MPI promises 32768
+import lockstep, torch, torch.distributed as dist
+world = lockstep.init("mpi", timeout=60)
+assert numbers.fget(dist.group.WORLD._shm_group.engine) >= 32768
+used = []
+message = MpiEngine.message
+MpiEngine.message = lambda self, content, number, **whom: used.append(number) or message(self, content, number, **whom)
+got = []
+for step in range(20):
+    tensor = torch.full((3,), float(step))
+    if world.rank == 0:
+        dist.send(tensor, 1, tag=step % 4)
+    else:
+        got.append(torch.zeros(3))
+        dist.recv(got[-1], 0, tag=step % 4)
+try:
+    dist.isend(torch.ones(1), 1 - world.rank, tag=4)
+except RuntimeError as error:
+    said = str(error)
+say(f"{max(used)} {said} {[int(each[2]) for each in got] == list(range(20))}")
+dist.barrier()
+lockstep.shutdown()
+"""
+)
+
+
+def test_messages_keep_to_the_tags_that_mpi_has() -> None:
+    assert _start(_FEW_TAGS, 2) == [f"7 tag=4: expected 0 to 3 {received}" for received in (False, True)]
+
+
+_IN_FLIGHT = (
+    _SAY
+    + """
+import datetime, gc, lockstep, torch, torch.distributed as dist
+from lockstep.comm import mpi
+world = lockstep.init("mpi", timeout=60)
+group = dist.group.WORLD
+store = group.get_group_store()
+dist.barrier()
+kept = []
+if world.rank == 0:
+    receive = dist.irecv(torch.zeros(5), 1)
+    group.set_timeout(datetime.timedelta(seconds=0.3))
+    try:
+        dist.all_reduce(torch.ones(100_000))
+    except lockstep.CollectiveTimeout:
+        pass
+    try:
+        receive.wait()
+    except lockstep.LockstepError:
+        pass
+    gc.collect()
+    kept = [type(each).__name__ for each in mpi._unfinished]
+    store.set("over", "")
+else:
+    store.wait(["over"])
+say(str(sorted(kept)))
+"""
+)
+
+
+def test_what_mpi_may_still_write_to_stays_after_an_error() -> None:
+    assert _start(_IN_FLIGHT, 2) == ["['Request', '_Request']", "[]"]

@@ -17,7 +17,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -51,6 +51,10 @@ _NAP, _SLEEP = 50e-6, 1e-3
 _SLICE = 0.05
 _ASKING = 0.25
 _ANSWER = 1.0
+
+#: What was not complete when an error came. MPI goes on with it for as long as the process lives, and reads and writes
+#: the memory that each of these keeps.
+_unfinished: list[Any] = []
 
 
 class MpiEngine(Engine):
@@ -233,6 +237,11 @@ class MpiEngine(Engine):
         """See :class:`Engine`."""
         return self._messages.receive(tensor, source=source, tag=tag, timeout=timeout)
 
+    @property
+    def numbers(self) -> int:
+        """See :class:`Transport`. MPI promises the tags to 32767 only; most have more."""
+        return int(self._mail.Get_attr(self._mpi.TAG_UB)) + 1
+
     def message(self, content: torch.Tensor, number: int, *, to: int | None = None, source: int | None = None) -> Any:
         """Begin to send bytes, or to receive them; see :class:`Messages`."""
         if to is not None:
@@ -243,19 +252,25 @@ class MpiEngine(Engine):
     def wait_as(self, wait: Wait, works: Sequence[Any]) -> None:
         """Wait for what :meth:`message` began; see :class:`Messages`."""
         with flight.waiting(wait.what):
-            for work in works:
-                while not work.test():
-                    time.sleep(_NAP if time.monotonic() - wait.begun < _LASTING else _SLEEP)
-                    self._look(wait.what)
-                    waited = time.monotonic() - wait.begun
-                    if wait.limit is not None and waited >= wait.limit:
-                        raise self.end(
-                            CollectiveTimeout(
-                                f"{which_ranks(wait.ranks)} did not come: rank {self.rank} timed out after "
-                                f"{waited:.3g} s in {wait.what}. Find out what keeps it, or allow more time."
-                                + files.told()
-                            )
-                        )
+            for number, work in enumerate(works):
+                try:
+                    self._wait_for(work, wait)
+                except BaseException:
+                    _unfinished.extend(works[number:])
+                    raise
+
+    def _wait_for(self, work: _Request, wait: Wait) -> None:
+        while not work.test():
+            time.sleep(_NAP if time.monotonic() - wait.begun < _LASTING else _SLEEP)
+            self._look(wait.what)
+            waited = time.monotonic() - wait.begun
+            if wait.limit is not None and waited >= wait.limit:
+                raise self.end(
+                    CollectiveTimeout(
+                        f"{which_ranks(wait.ranks)} did not come: rank {self.rank} timed out after {waited:.3g} s in "
+                        f"{wait.what}. Find out what keeps it, or allow more time." + files.told()
+                    )
+                )
 
     # --- moving bytes ----------------------------------------------------------------------------------------------
 
@@ -270,11 +285,11 @@ class MpiEngine(Engine):
         Raises:
             CollectiveMismatch: the ranks are in different collectives.
         """
-        mine = torch.zeros(HEADER + EAGER, dtype=torch.uint8)
+        mine = torch.zeros(HEADER + EAGER, dtype=torch.uint8, device="cpu")
         mine[:HEADER] = torch.frombuffer(bytearray(self._header), dtype=torch.uint8)
         if payload is not None:
             mine[HEADER : HEADER + payload.numel()] = payload
-        rows = torch.empty(self.size, HEADER + EAGER, dtype=torch.uint8)
+        rows = torch.empty(self.size, HEADER + EAGER, dtype=torch.uint8, device="cpu")
         self._wait(self._comm.Iallgather(_bytes(mine), _bytes(rows.view(-1))))
         self._fresh = False
         said = [bytes(row[:HEADER].numpy()) for row in rows]
@@ -293,7 +308,7 @@ class MpiEngine(Engine):
     def _exchange(self, outputs: Tensors, inputs: Tensors) -> None:
         """**Collective.** Put each rank's ``inputs[r]`` into ``outputs[rank]`` of rank r."""
         sent = torch.cat(list(inputs))
-        came = torch.empty(sum(output.numel() for output in outputs), dtype=sent.dtype)
+        came = sent.new_empty(sum(output.numel() for output in outputs))
         counts = [each.nbytes for each in inputs], [each.nbytes for each in outputs]
         self._wait(self._comm.Ialltoallv([_bytes(sent), counts[0]], [_bytes(came), counts[1]]))
         for output, row in zip(outputs, came.split([output.numel() for output in outputs]), strict=True):
@@ -305,7 +320,13 @@ class MpiEngine(Engine):
         Raises:
             LockstepError: the group has ended; the message names the rank to blame.
         """
-        test = request.Test
+        try:
+            self._wait_while(request.Test)
+        except BaseException:
+            _unfinished.append(request)  # with its memory
+            raise
+
+    def _wait_while(self, test: Callable[[], bool]) -> None:
         for _ in range(_TESTS):
             if test():
                 return
@@ -342,7 +363,7 @@ class MpiEngine(Engine):
         gone = [peer for peer, place in self._here.items() if place.is_gone]
         if gone or now - self._asked_store >= _ASKING:
             self._asked_store = now
-            self._ask(what)
+            self._ask()
         if gone:
             raise self.end(
                 PeerLost(
@@ -351,13 +372,13 @@ class MpiEngine(Engine):
                 )
             )
 
-    def _ask(self, what: str) -> None:
+    def _ask(self) -> None:
         """Ask the store whether the group has ended, and whether a rank wants to know who waits."""
         with contextlib.suppress(RuntimeError):  # the store's host is gone: all ranks notice
             if self._store.check([self._key("ended")]):
                 self._known = loads(self._store.get(self._key("ended")))
             if self._store.check([self._key("asked")]):
-                self._store.set(self._key(f"here/{self.rank}"), what)
+                self._store.set(self._key(f"here/{self.rank}"), "")
         self.check()
 
     def _late(self, what: str, waited: float) -> CollectiveTimeout:

@@ -377,7 +377,7 @@ class _Job:
 
     def _show(self, text: str) -> None:
         self._finish_lines(float("inf"))  # output that came before the message is shown before it
-        self._sinks[FrameKind.ERROR].push(-1, b"", f"lockstep: {text}\n".encode())
+        self._sinks[FrameKind.ERROR].push(-1, b"", f"lockstep: {text}\n".encode(errors="backslashreplace"))
 
     def _finish_lines(self, now: float) -> None:
         """Show whole lines, and the beginning of one if no other host can have begun a line, or after a moment."""

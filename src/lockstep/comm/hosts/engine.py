@@ -89,24 +89,27 @@ class HostsEngine(Engine):
         refusal: str | None = None
         local: LocalEngine | None = None
         try:
-            local = LocalEngine(
-                PrefixStore(f"inside/{self.hosts.host}", store),
-                self._between,
-                numbers=self.hosts.mine,
-                rank=self.hosts.local,
-                size=len(self.hosts.mine),
-                timeout=timeout,
-                chunk=chunk,
-                members=members,
-            )
-        except ApartError as error:
-            refusal = str(error)
-        refusals = say_and_hear(store, "inside", refusal, rank, size, timeout)
-        if local is None or any(refusals):
+            try:
+                local = LocalEngine(
+                    PrefixStore(f"inside/{self.hosts.host}", store),
+                    self._between,
+                    numbers=self.hosts.mine,
+                    rank=self.hosts.local,
+                    size=len(self.hosts.mine),
+                    timeout=timeout,
+                    chunk=chunk,
+                    members=members,
+                )
+            except ApartError as error:
+                refusal = str(error)
+            refusals = say_and_hear(store, "inside", refusal, rank, size, timeout)
+            if local is None or any(refusals):
+                raise ApartError("\n".join(f"host of rank {peer}: {why}" for peer, why in enumerate(refusals) if why))
+        except BaseException:
             if local is not None:
                 local.close(timeout)
             self._between.close()
-            raise ApartError("\n".join(f"host of rank {peer}: {why}" for peer, why in enumerate(refusals) if why))
+            raise
         self._local = local
         self._messages = Messages(self, self._between)
         self._limit = timeout
@@ -177,7 +180,7 @@ class HostsEngine(Engine):
         """See :class:`Engine`. The leader of each host gets and combines the elements for its ranks."""
         hosts, local = self.hosts, self._local
         inside = replace(how, divisor=1)
-        ours = torch.empty(0, dtype=flat.dtype)
+        ours = flat.new_empty(0)
         sends: list[Any] = []
         kept: list[torch.Tensor] = []
         for host in sorted(range(len(hosts.members)), key=lambda host: host == hosts.host):  # our own last

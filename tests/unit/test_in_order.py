@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm.in_order.columns import bytes_to_trees, columns_of, trees_to_bytes
+from lockstep.comm.in_order.columns import RowKind, bytes_to_trees, columns_of, trees_to_bytes
+from lockstep.comm.in_order.files import RowFile
 from lockstep.comm.in_order.places import Counts, places_of
 
 
@@ -88,3 +92,19 @@ def test_trees_come_back_from_bytes_with_their_bits() -> None:
 def test_what_json_can_not_hold_is_refused_with_its_place(odd: Any) -> None:
     with pytest.raises(TypeError, match=r"output 1 \(of 2, from 0\)\[?'?x?"):
         trees_to_bytes([1, {"x": odd}])
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
+def test_a_file_that_can_not_be_begun_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    kind = RowKind((), "tensor", torch.float32, (3,))
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        RowFile(tmp_path / f"rows{suffix}", [kind], 2)
+    assert caught.value.filename == str(tmp_path / f"rows{suffix}")
+    assert [*tmp_path.iterdir()] == []
+    assert os.listdir("/proc/self/fd") == before

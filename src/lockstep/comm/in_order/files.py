@@ -104,7 +104,11 @@ class RowFile:
         except OSError as error:
             error.filename = os.fspath(path)  # the user does not know the temporary name
             raise
-        self._write(memoryview(head), 0)
+        try:
+            self._write(memoryview(head), 0)
+        except BaseException:
+            self.close()
+            raise
 
     def put(self, column: int, places: Indices, rows: torch.Tensor) -> None:
         """Write rows of a column.
@@ -159,7 +163,7 @@ def _name(kind: RowKind) -> str:
 
 def _numpys(dtype: torch.dtype) -> np.dtype[np.generic] | None:
     try:
-        return torch.empty(0, dtype=dtype).numpy().dtype
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     except TypeError:
         return None
 

@@ -9,6 +9,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -40,6 +41,36 @@ pytestmark = [
 ]
 
 BOTH: list[Attach] = [replicate_tiny, wrap_tiny]
+
+# Under another default device ----------------------------------------------------------------------------------------
+
+
+def _trained_under(device: str, folder: str) -> list[list[float]]:
+    """Train with two dtypes, an unused parameter and a checkpoint, while ``device`` is the default for new tensors."""
+    world = lockstep.init()
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3, dtype=torch.float64), nn.Linear(2, 2)])
+    samples = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))[world.rank :: world.world_size]
+    with torch.device(device):
+        lockstep.replicate(model, find_unused_parameters=True, compare_every=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        saved = lockstep.Checkpointer(folder, model=model, optimizer=optimizer)
+        for step in range(4):
+            optimizer.zero_grad()
+            (model[0](samples).square().mean() + model[1](samples.double()).square().mean()).backward()
+            optimizer.step()
+            if step == 1:
+                saved.save()
+        assert world.all_reduce(world.rank) == 1
+        saved.restore()
+    return [param.flatten().tolist() for param in model.parameters()]
+
+
+def test_replicas_and_checkpoints_do_not_depend_on_the_default_device(tmp_path: Path) -> None:
+    one, other = (run_ranks(_trained_under, 2, device, str(tmp_path / device)) for device in ("cpu", "meta"))
+    assert one == other
+    assert one[0] == one[1]
+
 
 # Construction -------------------------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class Chunks:
         while True:
             if self._index == len(self._chunks):
                 size = min(CHUNK, left)
-                self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
+                self._chunks.append(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned))
             room = len(self._chunks[self._index]) - self._used
             length = most if most <= room else room // BLOCK * BLOCK
             if length:

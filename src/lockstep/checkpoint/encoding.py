@@ -152,7 +152,7 @@ def _decode(data: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
 def _inline_tensor(data: dict[str, Any]) -> torch.Tensor:
     content = bytearray.fromhex(data["hex"])
     dtype = _DTYPES[data["dtype"]]
-    flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype, device="cpu")
     return flat.reshape(data["shape"])
 
 

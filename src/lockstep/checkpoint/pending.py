@@ -149,7 +149,9 @@ class HostValues:
             is_scalar = tensor.dim() == 0
             if is_scalar and ctypes.addressof(next(cells)) != tensor.data_ptr():
                 raise CheckpointError(f"optimizer: {key!r} has come to lie elsewhere in memory in its last step")
-            then[id(entries), key] = torch.tensor(next(scalars), dtype=tensor.dtype) if is_scalar else next(others)
+            then[id(entries), key] = (
+                torch.tensor(next(scalars), dtype=tensor.dtype, device="cpu") if is_scalar else next(others)
+            )
         then |= {(id(entries), key): value for (entries, key), value in zip(self.numbers, self.values, strict=True)}
         if not then:
             return state

@@ -285,7 +285,9 @@ class WritePlan:
                 elif block.is_cpu:
                     yield _Ahead(one.file, start, block.numpy().data, one.bound)
                 else:
-                    turns = turns or [torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+                    turns = turns or [
+                        torch.empty(BLOCK, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)
+                    ]
                     held, count = turns[count % 2][: stop - start], count + 1
                     held.copy_(block, non_blocking=True)
                     yield _Ahead(one.file, start, held.numpy().data, one.bound, accelerator.mark(block.device))

@@ -488,7 +488,7 @@ class _File:
         return header
 
     def _tensor(self, described: TensorSpan) -> torch.Tensor:
-        tensor = torch.empty(described.shape, dtype=described.dtype)
+        tensor = torch.empty(described.shape, dtype=described.dtype, device="cpu")
         if described.stop > described.start:
             self._fill(tensor.reshape(-1).view(torch.uint8).numpy().data, described.start, described.name)
         return tensor

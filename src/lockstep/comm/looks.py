@@ -84,4 +84,4 @@ class SumLook:
 
     def _parts(self, bad: Tensor, start: int) -> set[int]:
         positions = bad.nonzero().view(-1) + start
-        return {*torch.bucketize(positions, torch.tensor(self._ends), right=True).unique().tolist()}
+        return {*torch.bucketize(positions, torch.tensor(self._ends, device="cpu"), right=True).unique().tolist()}

@@ -82,13 +82,13 @@ def meet_over_gloo(group: dist.ProcessGroup, limit: timedelta) -> None:
         RuntimeError: rank 0 is late or gone, on all other ranks.
     """
     others, deadline = range(1, dist.get_world_size(group)), time.monotonic() + limit.total_seconds()
-    token = torch.zeros(1)
+    token = torch.zeros(1, device="cpu")
     if dist.get_rank(group):
         group.send([token], 0, _TAG).wait(limit)
         group.recv([token], 0, _TAG).wait(limit)
         return
     missing: dict[int, RuntimeError] = {}
-    tokens = {rank: torch.zeros(1) for rank in others}
+    tokens = {rank: torch.zeros(1, device="cpu") for rank in others}
     arrivals: dict[int, dist.Work] = {}
     for rank, into in tokens.items():
         try:

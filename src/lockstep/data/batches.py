@@ -542,7 +542,7 @@ class _Portion(NamedTuple):
 
     @classmethod
     def of(cls, batches: list[Drawn], facts: dict[str, Any]) -> _Portion:
-        sizes = torch.tensor([len(indices) for indices, _ in batches], dtype=torch.int64)
+        sizes = torch.tensor([len(indices) for indices, _ in batches], dtype=torch.int64, device="cpu")
         costs = [costs for _, costs in batches if costs is not None]
         facts = {**facts, "batches": len(batches), "samples": int(sizes.sum()), "costs": bool(costs)}
         return cls(torch.cat([sizes, *(indices for indices, _ in batches)]), torch.cat(costs) if costs else None, facts)

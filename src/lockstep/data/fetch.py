@@ -163,7 +163,7 @@ class FetchingDataset(Dataset[Fetched]):
 
     def _fetched(self, key: BatchKey, *, sliced: bool = False) -> Any:
         if self._at_once:
-            rows = torch.tensor(key.indices[: key.samples], dtype=torch.int64)
+            rows = torch.tensor(key.indices[: key.samples], dtype=torch.int64, device="cpu")
             return [*map(itemgetter(rows), self.dataset.tensors)]
         # In slices a collate_fn that draws (mixup) is seeded whatever the user says: their bits depend on it.
         seeds_collate = self._collate is not default_collate and (self._seeds is not None or sliced)
@@ -288,6 +288,6 @@ def _batch_key(
         indices = batch.indices[places.start : places.stop].tolist()
         positions: Sequence[int] = range(batch.position + places.start, batch.position + places.stop)
     else:
-        indices = batch.indices[torch.tensor(places, dtype=torch.int64)].tolist()
+        indices = batch.indices[torch.tensor(places, dtype=torch.int64, device="cpu")].tolist()
         positions = [batch.position + place for place in places]
     return BatchKey(indices, positions, samples, len(batch.indices), epoch_key, sizes)

@@ -81,7 +81,7 @@ class Sequential:
     def __getitem__(self, places: slice) -> torch.Tensor:
         """See :class:`EpochOrder`."""
         begin, end, _ = places.indices(self._length)
-        return torch.arange(begin, max(begin, end))
+        return torch.arange(begin, max(begin, end), device="cpu")
 
 
 class Permuted:
@@ -97,7 +97,7 @@ class Permuted:
         self._width = math.isqrt(length - 1) + 1
         self._height = -(-length // self._width)
         self._keys = [mix(key, number) for number in range(_ROUNDS)]
-        self._block: tuple[int, torch.Tensor] = (-1, torch.empty(0, dtype=torch.int64))
+        self._block: tuple[int, torch.Tensor] = (-1, torch.empty(0, dtype=torch.int64, device="cpu"))
 
     def __len__(self) -> int:
         return self._length
@@ -106,7 +106,7 @@ class Permuted:
         """See :class:`EpochOrder`."""
         begin, end, _ = places.indices(self._length)
         if begin >= end:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         blocks = [self._looked_up(number) for number in range(begin // _BLOCK, -(-end // _BLOCK))]
         first = begin // _BLOCK * _BLOCK
         return torch.cat(blocks)[begin - first : end - first] if blocks[1:] else blocks[0][begin - first : end - first]
@@ -141,12 +141,12 @@ def epoch_order(length: int, *, seed: int, epoch: int) -> EpochOrder:
         return Permuted(length, key)
     generator = torch.Generator()
     generator.manual_seed(key)
-    return torch.randperm(length, generator=generator)
+    return torch.randperm(length, generator=generator, device="cpu")
 
 
 def sequential_order(length: int) -> EpochOrder:
     """Return an epoch in the order of the data set."""
-    return Sequential(length) if length > LISTED else torch.arange(length)
+    return Sequential(length) if length > LISTED else torch.arange(length, device="cpu")
 
 
 def share_bounds(count: int, *, rank: int, world_size: int, shares: tuple[float, ...] | None = None) -> tuple[int, int]:

@@ -93,7 +93,7 @@ class SampleSeeds:
 
     def __init__(self, *, looks_at_first: bool) -> None:
         #: 1 for each generator that a sample was seen to draw from, and 1 at the end once a sample was looked at.
-        self._seen = torch.zeros(len(GENERATORS) + 1, dtype=torch.uint8).share_memory_()
+        self._seen = torch.zeros(len(GENERATORS) + 1, dtype=torch.uint8, device="cpu").share_memory_()
         self._seen[-1] = not looks_at_first
         #: The epoch's key and the state in which each generator rests.
         self._rest: tuple[int, list[Any]] = (-1, [])

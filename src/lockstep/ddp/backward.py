@@ -131,7 +131,7 @@ class Averaging:
         """Make ``factor`` a tensor (0-dim), and keep it in :attr:`scales`."""
         if len(self.scales) > _MOST_SCALES:
             self.scales.clear()
-        scale = self.scales[factor, dtype] = torch.tensor(factor, dtype=dtype)
+        scale = self.scales[factor, dtype] = torch.tensor(factor, dtype=dtype, device="cpu")
         return scale
 
     def describe(self, bucket: Bucket) -> str:

@@ -19,5 +19,5 @@ FLAGS = 2 * BITS
 @lru_cache(maxsize=8)
 def flags_of_numbers(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the flags of all numbers of :data:`BITS` bits: those of number n in row n."""
-    bits = torch.arange(1 << BITS).unsqueeze(1) >> torch.arange(BITS) & 1
+    bits = torch.arange(1 << BITS, device="cpu").unsqueeze(1) >> torch.arange(BITS, device="cpu") & 1
     return torch.stack([bits, 1 - bits], dim=2).view(-1, FLAGS).to(dtype).to(device)

@@ -302,7 +302,7 @@ class Bucket:
         self.message = torch.view_as_real(flat) if flat.is_complex() else flat
         _, used, *others = self._parts
         #: The initial values of ``tail``: all parameters are used, and no rider has set a flag.
-        self.fresh_flags = torch.tensor([1] * used + [0] * sum(others), dtype=flat.dtype).to(flat.device)
+        self.fresh_flags = torch.tensor([1] * used + [0] * sum(others), dtype=flat.dtype, device="cpu").to(flat.device)
 
     def split(self, values: Tensor) -> list[Tensor]:
         """Return each parameter's part (1-D) of a tensor that is laid out as :attr:`values` is, without the gaps."""

@@ -160,7 +160,9 @@ class ReplicaTensors:
 @lru_cache(maxsize=64)
 def _digest_of(layout: tuple[tuple[torch.Size, torch.dtype], ...]) -> Tensor:
     text = repr([(list(shape), str(dtype)) for shape, dtype in layout])
-    return torch.tensor([*hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()], dtype=torch.uint8)
+    return torch.tensor(
+        [*hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()], dtype=torch.uint8, device="cpu"
+    )
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

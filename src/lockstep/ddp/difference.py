@@ -125,7 +125,7 @@ def _find_element(holdings: Holdings, item: int, one: int, other: int, group: di
 def _index(offset: int, value: Tensor) -> str:
     if not value.is_contiguous():
         return f"{offset} (in the order of memory)"
-    return str([int(each) for each in torch.unravel_index(torch.tensor(offset), value.shape)])
+    return str([int(each) for each in torch.unravel_index(torch.tensor(offset, device="cpu"), value.shape)])
 
 
 def describe(difference: Difference, holdings: Holdings) -> str:

@@ -262,11 +262,11 @@ class DriftCheck:
         votes = [int(power == wanted) for power in range(_LEAST, _MOST + 1)]
         if isinstance(digest, Tensor):
             bits = (digest >> torch.arange(BITS, device=flags.device)) & 1
-            vote = moved(torch.tensor(votes, dtype=flags.dtype), flags.device)
+            vote = moved(torch.tensor(votes, dtype=flags.dtype, device="cpu"), flags.device)
             flags.copy_(torch.cat([bits.to(flags.dtype), (1 - bits).to(flags.dtype), vote]))
         else:
             ones = [(digest >> bit) & 1 for bit in range(BITS)]
-            own = torch.tensor([*ones, *[1 - one for one in ones], *votes], dtype=flags.dtype)
+            own = torch.tensor([*ones, *[1 - one for one in ones], *votes], dtype=flags.dtype, device="cpu")
             flags.copy_(own, non_blocking=not flags.is_cpu)
         if self._stopwatch is not None:
             self._stopwatch.stop()

@@ -220,7 +220,7 @@ def _are_same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 def _some_bytes(param: Parameter) -> Tensor:
     """Return a few elements, bit by bit; a copy."""
     if param.layout != torch.strided or not param.numel():
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     data = param.detach()
     flat = data.view(-1) if data.is_contiguous() else data.flatten()[:_PROBES]
     return flat[:: max(1, len(flat) // _PROBES)].clone().view(torch.uint8)
@@ -566,4 +566,4 @@ def _pack(layout: _Layout, row: int, leaf: Leaf) -> None:
     if there:
         _foreach_copy(there, sources)
     present = [leaf[at] is not None for at in layout.grads]
-    flags.fill_(1) if all(present) else flags.copy_(torch.tensor(present, dtype=flags.dtype))
+    flags.fill_(1) if all(present) else flags.copy_(torch.tensor(present, dtype=flags.dtype, device="cpu"))

@@ -86,7 +86,7 @@ class SparseTransfer:
         self._world_size = dist.get_world_size(slot.group)
         self._indices, self._values = indices, values
         # (To an accelerator so few bytes are copied at once: nothing waits for it.)
-        mine = moved(torch.tensor(said, dtype=torch.int64), values.device)
+        mine = moved(torch.tensor(said, dtype=torch.int64, device="cpu"), values.device)
         #: What each rank said: int64 [world size, 2], read at once since each read waits for a device.
         self._announced = mine.view(1, -1)
         self._work: dist.Work | None = None

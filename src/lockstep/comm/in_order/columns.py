@@ -85,7 +85,7 @@ class Column:
             # (A single row counts as contiguous whatever its strides are; not all dtypes can be concatenated.)
             found.append(rows.as_strided((rows.numel(),), (1,)).view(torch.uint8))
             first, number = end, number + 1
-        return torch.cat(found) if found else torch.empty(0, dtype=torch.uint8)
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,11 @@ def _encoded(lists: Sequence[list[Any]]) -> torch.Tensor:
 
 def as_bytes(data: bytes) -> torch.Tensor:
     """Return a tensor of these bytes: uint8, 1-D."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 def trees_to_bytes(trees: Sequence[Any]) -> Column:

@@ -225,7 +225,7 @@ class IndicesOfRanks:
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        self._data = [torch.empty(length * _INDEX.nbytes, dtype=torch.uint8) for length in lengths]
+        self._data = [torch.empty(length * _INDEX.nbytes, dtype=torch.uint8, device="cpu") for length in lengths]
 
     def take(self, column: int, rank: int, first: int, data: torch.Tensor) -> None:  # noqa: ARG002  (there is one)
         """See :class:`Receiver`."""
@@ -249,7 +249,7 @@ class Trees:
     """
 
     def __init__(self, lengths: Sequence[int], places: Sequence[Indices]) -> None:
-        self._data = [torch.empty(length, dtype=torch.uint8) for length in lengths]
+        self._data = [torch.empty(length, dtype=torch.uint8, device="cpu") for length in lengths]
         self._places = places
 
     def take(self, column: int, rank: int, first: int, data: torch.Tensor) -> None:  # noqa: ARG002  (there is one)
@@ -300,9 +300,11 @@ class Table:
             return
         for number, kind in enumerate(kinds):
             if kind.kind == "plain":
-                self._plain[number] = [torch.empty(length, dtype=torch.uint8) for length in lengths[number]]
+                self._plain[number] = [
+                    torch.empty(length, dtype=torch.uint8, device="cpu") for length in lengths[number]
+                ]
             else:
-                self._tensors[number] = torch.empty((rows, kind.nbytes), dtype=torch.uint8)
+                self._tensors[number] = torch.empty((rows, kind.nbytes), dtype=torch.uint8, device="cpu")
 
     def take(self, column: int, rank: int, first: int, data: torch.Tensor) -> None:
         """See :class:`Receiver`."""

@@ -73,7 +73,7 @@ class StreamDataset(IterableDataset[Fetched]):
         self._seeded = seeded
         #: mix(seed, epoch), the number of the pass, and the epoch: int64 of shape (3,), shared with the workers.
         #: Persistent workers learn of a new pass only from it.
-        self._pass = torch.zeros(3, dtype=torch.int64).share_memory_()
+        self._pass = torch.zeros(3, dtype=torch.int64, device="cpu").share_memory_()
         #: The mark at which each worker goes on, and the pass in which it does.
         self._marks: Mapping[int, StreamMark] = {}
         self._marks_are_of = 0

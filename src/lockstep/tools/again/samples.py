@@ -334,7 +334,7 @@ def parts_of(batch: GlobalBatch, wanted: Wanted) -> list[Part]:
 
 
 def _part(batch: GlobalBatch, places: Sequence[int], *, rank: int | None, slice: int | None) -> Part:
-    indices = batch.indices[torch.tensor([*places], dtype=torch.int64)].tolist()
+    indices = batch.indices[torch.tensor([*places], dtype=torch.int64, device="cpu")].tolist()
     return Part(rank, slice, [batch.position + place for place in places], indices)
 
 

@@ -259,7 +259,7 @@ class Observer:
         in every run: two samples with the same number are the same sample, however a batch is cut and ordered, and
         samples that differ by rounding have numbers that differ by rounding.
         """
-        total, square = torch.zeros(count, dtype=torch.float64), 0.0
+        total, square = torch.zeros(count, dtype=torch.float64, device="cpu"), 0.0
         found = [each for each in tensors if each.shape[0] == count]
         if not found or not 0 < count <= _MOST_SAMPLES:
             return [], 0.0

@@ -18,7 +18,7 @@ import torch
 from lockstep.errors import LockstepError
 from lockstep.metrics import series
 from lockstep.metrics.file import LogFile
-from lockstep.metrics.series import Numbers, SeriesSummary, merged, summary_of
+from lockstep.metrics.series import Numbers, SeriesSummary, merged, summary_of, weight_of
 from lockstep.metrics.sinks import Sink, make
 from tests.device import simulation
 
@@ -359,3 +359,16 @@ def test_logging_waits_for_no_gpu() -> None:
         for value in values:
             numbers.add_tensor(value, 1.0)
     assert numbers.take().value == 299.5
+
+
+@pytest.mark.gpu
+def test_weights_wait_for_no_gpu() -> None:
+    numbers = Numbers()
+    weights = torch.arange(4, device="cuda")
+    torch.cuda.synchronize()
+    with simulation.refused_waits():
+        for number in range(4):
+            numbers.add(float(number), weight_of(weights[number]))
+            numbers.add_tensor(weights[number], weight_of(weights[number]))
+        weights.fill_(100)  # what counts is what they were
+    assert numbers.take().value == (1 + 4 + 9) / (1 + 2 + 3)

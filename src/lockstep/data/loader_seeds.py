@@ -17,9 +17,10 @@ A ``generator=`` that the DataLoader was given decides in the place of the world
 for each loader that has it, so the loaders of one generator are counted, too; if the script seeds it again, anew.
 
 The count is that of the calls of ``shard`` in a world, which all ranks make together, and ``shard`` compares the seeds.
-It does not depend on the number of ranks. A position and the run's record hold the loader's own seed: a loader that
-takes up a position, or that a record tells of, needs no count. The count itself is in neither: a program that makes its
-loader anew for each epoch and is resumed counts from the beginning (docs/guide.md says what to do instead).
+It does not depend on the number of ranks. (In a notebook a cell that makes a loader has another order when it is run
+again, as with torch.) A position and the run's record hold the loader's own seed: a loader that takes up a position, or
+that a record tells of, needs no count. The count itself is in neither: a program that makes its loader anew for each
+epoch and is resumed counts from the beginning (docs/guide.md says what to do instead).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -48,8 +48,8 @@ def _loader(kind: str, data: _Growing) -> lockstep.ShardedLoader:
         options = {"batch_size": _BATCH, "sampler": RandomSampler(data, replacement=True, num_samples=_SAMPLES)}
     elif kind == "batches":
         options = {"batch_sampler": _Batches(data)}
-    given: dict[str, Any] = {"slices": {"slices": 2}, "costs": {"costs": lambda index: 1.0 + index % 3}}.get(kind, {})
-    return lockstep.shard(DataLoader(data, **options), **given)
+    given: dict[str, dict[str, Any]] = {"slices": {"slices": 2}, "costs": {"costs": lambda index: 1.0 + index % 3}}
+    return lockstep.shard(DataLoader(data, **options), **given.get(kind, {}))
 
 
 def _grown(kind: str, how: str) -> list[list[float]]:
@@ -61,7 +61,8 @@ def _grown(kind: str, how: str) -> list[list[float]]:
     seen: list[list[float]] = []
     for _ in range(2):
         seen.append([])
-        for step in loader.steps() if kind == "slices" else loader:
+        steps: Iterable[Any] = loader.steps() if kind == "slices" else loader
+        for step in steps:
             for inputs in step if kind == "slices" else [step]:
                 seen[-1] += inputs.flatten().tolist()
                 model(inputs).square().mean().backward()

@@ -44,6 +44,7 @@ def _rows(loader: lockstep.ShardedLoader) -> list[list[float]]:
 def _in_pairs(kind: str) -> list[list[list[list[float]]]]:
     """Two epochs over two loaders side by side: the rows of both, batch by batch."""
     lockstep.init(seed=3)
+    generator = torch.Generator().manual_seed(5)
     makers: dict[str, Any] = {
         "shuffled": lambda: _shard(shuffle=True),
         "sampler": lambda: _shard(sampler=SubsetRandomSampler(range(_SAMPLES))),
@@ -51,7 +52,6 @@ def _in_pairs(kind: str) -> list[list[list[list[float]]]]:
         "sequential": _shard,
         "one generator": lambda: _shard(shuffle=True, generator=generator),
     }
-    generator = torch.Generator().manual_seed(5)
     first, second = kind.split(" and ") if " and " in kind else (kind, kind)
     a, b = makers[first](), makers[second]()
     return [[one.tolist(), two.tolist()] for _ in range(2) for one, two in zip(a, b, strict=True)]

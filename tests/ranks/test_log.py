@@ -89,7 +89,7 @@ def _log_counted(folder: str, late: bool) -> list[str]:
         raise AssertionError("a tensor was read")
 
     if late:
-        torch.Tensor.item = reading  # type: ignore[method-assign]
+        torch.Tensor.item = reading  # type: ignore[assignment,method-assign]
     for samples in (count, mask.sum().float()[None], int(mask.numpy().sum()), mask.numpy().sum()):
         log(loss=float(world.rank), acc=torch.tensor(float(world.rank)), samples=samples)
         count += 100  # (what counts is what it was)

@@ -547,7 +547,14 @@ def test_private_names_stand_in_one_file() -> None:
     listed = {name for names in (_torch.ATTRIBUTES | _torch.OVERRIDDEN).values() for name in names}
     # Of Python's: named tuples, os, subprocess, multiprocessing, atexit, threading.
     pythons = {"_asdict", "_config", "_exit", "_args_from_interpreter_flags", "_inheriting", "_resource_tracker"}
-    pythons |= {"_run_exitfuncs", "_shutdown", "_register_atexit", "_SHM_NAME_PREFIX", "_SHM_SAFE_NAME_LENGTH"}
+    pythons |= {
+        "_is_owned",
+        "_run_exitfuncs",
+        "_shutdown",
+        "_register_atexit",
+        "_SHM_NAME_PREFIX",
+        "_SHM_SAFE_NAME_LENGTH",
+    }
     cloudpickles = {"_DYNAMIC_CLASS_TRACKER_BY_CLASS", "_DYNAMIC_CLASS_TRACKER_BY_ID"}
     pytests = {"_ensure_unconfigure", "_fixtureinfo", "_tw"}  # which a plugin has no other way to
     private = {name for name in read if name.startswith("_") and not name.startswith("__")}

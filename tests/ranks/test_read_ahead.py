@@ -206,7 +206,7 @@ def test_nothing_is_said_where_all_batches_weigh_alike(reader: str) -> None:
 
 class _Regression(nn.Linear):
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.mse_loss(nn.functional.linear(inputs, self.weight, self.bias), targets)
+        return ((nn.functional.linear(inputs, self.weight, self.bias) - targets) ** 2).mean()
 
 
 def _train_by_method(reader: str, weighs: bool) -> tuple[Any, list[str]]:

@@ -400,6 +400,29 @@ def test_a_gradient_has_its_true_size_or_there_is_an_error() -> None:
     run_ranks(_scaled, 1)
 
 
+def _thawed_by_method(precision: Any) -> list[float]:
+    """Train a model that is used by another method than forward, and its first layer from the second step on."""
+    lockstep.init()
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    model[0].requires_grad_(False)
+    lockstep.replicate(model, precision=precision)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(4):
+        if step == 1:
+            model[0].requires_grad_(True)
+        lockstep.scale_loss(model.forward(torch.ones(2, 3)).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    values: list[float] = nn.utils.parameters_to_vector(model.parameters()).tolist()
+    return values
+
+
+def test_layers_unfrozen_in_a_model_that_is_never_called_have_gradients_of_their_true_size() -> None:
+    (plain,), (scaled,) = (run_ranks(_thawed_by_method, 1, precision) for precision in (None, "fp16"))
+    assert scaled == pytest.approx(plain, rel=1e-5)
+
+
 class PartlyAveraged(nn.Module):
     """With a bias that the replica leaves to each rank."""
 

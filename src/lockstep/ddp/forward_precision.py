@@ -95,8 +95,6 @@ class ForwardPrecision:
     @_torch.mark_untraced
     def enter(self) -> None:
         """Begin a forward."""
-        if self._gradients is not None:
-            self._gradients.watch_trained()
         self._entered.leave_stale()
         self._entered.enter(torch.autocast(self._kind, self._dtype), sys._getframe(2))
 

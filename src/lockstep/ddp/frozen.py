@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from torch.nn import Parameter
 
 from lockstep import _torch
-from lockstep.ddp.parameters import thawed
+from lockstep.ddp.parameters import may_be_trained, thawed
 
 
 class FrozenParameters:
@@ -39,8 +39,7 @@ class FrozenParameters:
         def on_gradient(param: Parameter) -> None:
             came(param)
 
-        # Of others, such as quantised ones, autograd makes no gradients.
-        trainable = [param for param in self.params if _may_be_trained(param)]
+        trainable = [param for param in self.params if may_be_trained(param)]
         with thawed(trainable):
             self._handles = [param.register_post_accumulate_grad_hook(on_gradient) for param in trainable]
 
@@ -53,9 +52,3 @@ class FrozenParameters:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def _may_be_trained(param: Parameter) -> bool:
-    if param.is_inference() or _torch.is_made_of_tensors(param):
-        return False
-    return param.is_floating_point() or param.is_complex()

@@ -27,7 +27,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from weakref import WeakSet
 
 import torch
@@ -40,6 +39,7 @@ from lockstep import _torch
 from lockstep.comm.exchange import all_gather_records
 from lockstep.ddp.finite import are_sound, dense_grads, is_finite, magnitude
 from lockstep.ddp.members import parameters_of
+from lockstep.ddp.parameters import may_be_trained, thawed
 from lockstep.errors import LockstepError, NonFiniteGradient
 from lockstep.job import flight, notes
 from lockstep.step import loss_scale as scales
@@ -48,7 +48,6 @@ from lockstep.step.stepping import alert, leave_out, params_of, quiet, watch_ste
 from lockstep.text import counted, listed
 
 _queue_callback = _torch.queue_callback()
-_requires_grad = attrgetter("requires_grad")
 
 
 @_torch.mark_untraced
@@ -186,17 +185,11 @@ class UnscaledGradients:
         averaged = {id(param) for _, param in parameters_of(module)}
         #: Ids of the parameters whose gradients are each rank's own.
         self._own = set() if self._world_size == 1 else self._names.keys() - averaged
-        self._frozen: list[nn.Parameter] = self._params
-        self._handles: list[RemovableHandle] = []
-        self.watch_trained()
+        trainable = [param for param in self._params if may_be_trained(param)]
+        with thawed(trainable):  # those that are frozen may be trained later
+            self._handles: list[RemovableHandle] = [param.register_hook(_unscale) for param in trainable]
         _unscaled.add(self)
         alert(self)
-
-    def watch_trained(self) -> None:
-        """Unscale the gradients of parameters that were frozen and are trained now, too."""
-        if any(map(_requires_grad, self._frozen)):
-            self._handles += [param.register_hook(_unscale) for param in self._frozen if param.requires_grad]
-            self._frozen = [param for param in self._frozen if not param.requires_grad]
 
     def remove(self) -> None:
         """Leave gradients alone from now on."""

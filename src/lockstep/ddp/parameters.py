@@ -73,6 +73,13 @@ def thawed(params: Sequence[Parameter]) -> Iterator[None]:
             param.requires_grad_(False)
 
 
+def may_be_trained(param: Parameter) -> bool:
+    """Return whether autograd would make a gradient for ``param``, were it not frozen: not for a quantised one, say."""
+    if param.is_inference() or _torch.is_made_of_tensors(param):
+        return False
+    return param.is_floating_point() or param.is_complex()
+
+
 class OwnParameters:
     """The parameters of one replicated module; see Note [What was replaced]."""
 

@@ -382,7 +382,7 @@ def test_a_run_that_had_ended_may_be_trained_on_and_the_words_say_so(
     heard: list[str] = []
     tell = Telling(lambda _: None, heard.append, lambda _step, _seconds: None)
     evaluate(EvaluateOptions(Program(__file__), tmp_path, follows=True, patience=120.0), tell)
-    words = "had done all its epochs before; a job that trains it on has 2:00 to begin (--patience)"
+    words = "had done all its epochs before; a job that continues it has 2:00 to begin (--patience)"
     assert [words in said for said in heard] == [ended]
     assert 120 <= clock.now < 140
     heard.clear()

@@ -185,7 +185,7 @@ class SideSaver:
         self._came_at = 0.0
         #: The time at which the last attempt was over.
         self._tried_at = -math.inf
-        #: The time at which the disk is looked at next, and True once it was found nearly full.
+        #: The time at which the disk is looked at next; True once it had room for one checkpoint only, and for none.
         self._look_at_room, self._is_full, self._has_no_room = 0.0, False, False
         #: The number of steps beyond which the main thread may not go; None: any. Guarded by the condition.
         self._limit: int | None = None

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     show_default=True,
     metavar="SECONDS",
     help="With --follow: count the run as ended when no job has trained in FOLDER for this long, at the beginning or "
-    "later. A run that does its last epoch meanwhile has ended at once.",
+    "later. A run that finishes its last epoch meanwhile counts as ended at once.",
 )
 @log_dir(
     "Folder for what PROGRAM prints. [default: evaluations/logs in FOLDER; for a run in a store a temporary folder]"

@@ -244,9 +244,9 @@ def _refuse_what_cannot_be_cut(loader: DataLoader[Any]) -> None:
             "each part again. Shard a DataLoader over all items, or use this one as it is, without lockstep.shard"
         )
     settings = _settings(loader)
-    if not _draws_batches(loader):
-        _refuse_unbatched(settings)
     draws_batches = _draws_batches(loader)
+    if not draws_batches:
+        _refuse_unbatched(settings)
     for sampler in parts_of_sampler(loader.batch_sampler if draws_batches else settings.sampler):
         _refuse_split_by_rank(sampler, draws_batches=draws_batches)
     if not getattr(loader, "in_order", True):

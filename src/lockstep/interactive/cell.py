@@ -207,7 +207,7 @@ class RunningCell:
             else:
                 self._conclude()
             return
-        self._pace.look(min(self._pool.steps(rank) - self._begun_at[rank] for rank in self._running), now)
+        self._pace.look(min(map(self._steps_of, self._running)), now)
         self._interrupt(now)
         self._free(now)
 
@@ -236,9 +236,13 @@ class RunningCell:
             self._notes.append(f"lockstep: {apart}")
         self._stage = _CellStage.OVER
 
+    def _steps_of(self, rank: int) -> int:
+        """Return the optimizer steps that a rank has taken in this cell."""
+        return self._pool.steps(rank) - self._begun_at[rank]
+
     def _steps_apart(self) -> str:
         """Say so if the ranks have taken different numbers of steps in this cell, so that their models differ."""
-        steps = {rank: self._pool.steps(rank) - self._begun_at[rank] for rank in self._pool.ranks}
+        steps = {rank: self._steps_of(rank) for rank in self._pool.ranks}
         if len(set(steps.values())) == 1:
             return ""
         each = joined([f"rank {rank}: {count}" for rank, count in steps.items()])
@@ -269,7 +273,7 @@ class RunningCell:
         if self._asked == 0:
             return
         if not self._asked_at_once:
-            trains = all(self._pool.steps(rank) > self._begun_at[rank] for rank in self._running)
+            trains = all(self._steps_of(rank) > 0 for rank in self._running)
             if self._next_way is None and self._asked == 1 and trains:
                 self._next_way = now + self._time_to_a_step()
                 self._ask_running(InterruptCell(self._number, False))
@@ -287,14 +291,14 @@ class RunningCell:
 
     def _time_to_a_step(self) -> float:
         """Return the seconds that the ranks have to stop after a step, and say so if a user may be waiting for it."""
-        usual, needed = knobs.times().to_a_step, _STEPS_TO_STOP * self._pace.of_a_step
+        usual, needed = knobs.times().to_a_step, min(_STEPS_TO_STOP * self._pace.of_a_step, _LONGEST_WAY)
         if needed <= usual:
             return usual
         self._notes.append(
-            "lockstep: the ranks stop after the same step, which may take "
-            f"{math.ceil(min(needed, _LONGEST_WAY))} s; interrupt the cell again to stop them where they are"
+            f"lockstep: the ranks stop after the same step, which may take {math.ceil(needed)} s; interrupt the cell "
+            "again to stop them where they are"
         )
-        return min(needed, _LONGEST_WAY)
+        return needed
 
     @property
     def _insists(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
@@ -196,8 +195,6 @@ class Log:
                 world._in_hand.refuse_contested("lockstep.Log without samples=")
                 counted = 1.0 if world.share is None else world.share.local_samples
             weight = counted
-        elif isinstance(samples, (int, float)) and 0 <= samples < math.inf:
-            weight = samples
         else:
             try:
                 weight = weight_of(samples)

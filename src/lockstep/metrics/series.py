@@ -60,6 +60,10 @@ def weight_of(samples: object) -> Weight:
         samples = samples.item()
     elif isinstance(samples, np.generic):
         samples = samples.item()
+    return _checked(samples)
+
+
+def _checked(samples: object) -> float:
     if not isinstance(samples, (int, float)) or not 0 <= samples < math.inf:
         raise ValueError(f"samples={samples!r}: expected a number, 0 or more")
     return samples
@@ -71,12 +75,7 @@ def _described(tensor: torch.Tensor) -> str:
 
 def _read(weight: Weight) -> float:
     """Return a weight, waiting for its device."""
-    if not isinstance(weight, torch.Tensor):
-        return weight
-    number: float = weight.item()
-    if not 0 <= number < math.inf:
-        raise ValueError(f"samples={number}: expected a number, 0 or more")
-    return number
+    return _checked(weight.item()) if isinstance(weight, torch.Tensor) else weight
 
 
 def readable(tensor: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerLost, named, said
 
 #: The classes as which errors are told to other ranks: for each error the first that matches.
 KINDS: tuple[type[LockstepError], ...] = (CollectiveMismatch, CollectiveTimeout, PeerLost, LockstepError)
@@ -18,7 +18,7 @@ def again(error: LockstepError) -> LockstepError:
 
 def in_words(error: BaseException) -> str:
     """Return an error that came from elsewhere, for the message of the one that ends the group because of it."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return named(error) if said(error) else type(error).__name__
 
 
 def dumps(error: LockstepError) -> str:

@@ -102,7 +102,7 @@ def take(
         code_ = _NO_DTYPE if dtype is None else _DTYPE_CODE[dtype]
         key = _KEY.pack(0, numel, digest, _OPERATION_CODE[operation], reduce_op, code_, root)[8:]
         place = f"{_words(frame)} [{label}]" if label else _words(frame)
-        body = _bodies[facts] = key + as_bytes(place, _TEXT).ljust(_TEXT, b"\0")
+        body = _bodies[facts] = key + encoded(place, _TEXT).ljust(_TEXT, b"\0")
     return body
 
 
@@ -125,7 +125,7 @@ def place() -> str:
     return _words(user_frame(sys._getframe(1)))
 
 
-def as_bytes(text: str, most: int) -> bytes:
+def encoded(text: str, most: int) -> bytes:
     """Return the first ``most`` bytes of a text for the other ranks. Any file system path can be in it, and one that is
     not UTF-8 has characters that nothing else can encode."""
     return text.encode(errors="backslashreplace")[:most]

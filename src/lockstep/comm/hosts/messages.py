@@ -21,7 +21,7 @@ import torch
 from lockstep import _torch
 from lockstep.comm.group import tensors
 from lockstep.comm.group.engine import Engine
-from lockstep.comm.group.fingerprint import as_bytes, dtype_code, dtype_name, place
+from lockstep.comm.group.fingerprint import dtype_code, dtype_name, encoded, place
 from lockstep.comm.group.work import GroupWork
 from lockstep.comm.hosts.between import Wait
 from lockstep.errors import CollectiveMismatch, LockstepError
@@ -139,7 +139,7 @@ class Messages:
         number = self._tags + next(self._numbers) % self._tags
         envelope = bytearray(_BYTES)
         _ENVELOPE.pack_into(envelope, 0, content.numel(), dtype_code(flat.dtype), number)
-        where = as_bytes(work.shm_place, _BYTES - _ENVELOPE.size)
+        where = encoded(work.shm_place, _BYTES - _ENVELOPE.size)
         envelope[_ENVELOPE.size : _ENVELOPE.size + len(where)] = where
         said = torch.frombuffer(envelope, dtype=torch.uint8)
         work.shm_works = [self.transport.message(said, self._number(tag), to=to)]
@@ -173,9 +173,8 @@ class Messages:
     def _begin(self, work: RemoteMessage) -> None:
         try:
             work.shm_begin()
-        except (
-            RuntimeError
-        ) as error:  # what was given to the transport can't be taken back, and nobody would wait for it
+        except RuntimeError as error:
+            # What was given to the transport can't be taken back, and nobody would wait for it.
             said = f"rank {self.engine.rank} can't start a thread for {work.shm_wait.what}: {error}"
             work.shm_finish(self.engine.end(LockstepError(said)))
             raise

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.comm.group.failures import KINDS, again
-from lockstep.comm.group.fingerprint import HEADER, describe
+from lockstep.comm.group.fingerprint import HEADER, describe, encoded
 from lockstep.comm.group.meeting import Whereabouts
 from lockstep.comm.shm import semaphore
 from lockstep.comm.shm.layout import BUFFERS, FAILURE_TEXT, Layout
@@ -136,7 +136,7 @@ class Health:
 
     def _write(self, error: LockstepError) -> None:
         kind = next(code for code, each in enumerate(KINDS) if isinstance(error, each))
-        text = str(error).encode(errors="backslashreplace")[:FAILURE_TEXT]
+        text = encoded(str(error), FAILURE_TEXT)
         record = self._layout.failure_record
         _RECORD.pack_into(self._segment.view, record, kind, len(text))
         start = record + _RECORD.size
@@ -200,9 +200,7 @@ class Health:
     def waits_in(self, text: str) -> None:
         """Tell the others that this rank waits in ``text``, a send or a receive."""
         offset = self._layout.last_wait(self._rank)
-        self._segment.view[offset : offset + HEADER] = text.encode(errors="backslashreplace")[:HEADER].ljust(
-            HEADER, b"\0"
-        )
+        self._segment.view[offset : offset + HEADER] = encoded(text, HEADER).ljust(HEADER, b"\0")
 
     def _lines(self, ranks: Iterable[int]) -> str:
         lines = [self._line(rank) for rank in ranks]

@@ -34,7 +34,7 @@ import torch
 from lockstep import _torch
 from lockstep.comm.group import tensors
 from lockstep.comm.group.failures import again, in_words
-from lockstep.comm.group.fingerprint import as_bytes, dtype_code, dtype_name, place
+from lockstep.comm.group.fingerprint import dtype_code, dtype_name, encoded, place
 from lockstep.comm.group.work import GroupWork
 from lockstep.comm.shm import semaphore
 from lockstep.comm.shm.health import Health
@@ -88,7 +88,7 @@ class Box:
             return None
         header, body = self._next()
         header[: _HEADER.size] = _HEADER.pack(self._count, envelope.tag, envelope.size, envelope.dtype)
-        header[_HEADER.size :] = as_bytes(envelope.place, _PLACE).ljust(_PLACE, b"\0")
+        header[_HEADER.size :] = encoded(envelope.place, _PLACE).ljust(_PLACE, b"\0")
         piece = content[sent : sent + body.numel()]
         body[: piece.numel()].copy_(piece)
         semaphore.post(self._full)

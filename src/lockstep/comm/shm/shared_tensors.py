@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.comm.group.engine import Engine, SharedPart
-from lockstep.comm.group.fingerprint import as_bytes
+from lockstep.comm.group.fingerprint import encoded
 from lockstep.comm.shm.segment import Memory, Offer, Segment
 from lockstep.errors import RendezvousError
 
@@ -173,6 +173,6 @@ class SharedTensors:
 
 def _exchange(engine: Engine, text: str, number: int = 0) -> list[tuple[int, str]]:
     """**Collective.** Return every rank's number and short text (the rest is cut off), in order of rank."""
-    content = as_bytes(text, _RECORD)
+    content = encoded(text, _RECORD)
     records = engine.gather_numbers([number, len(content), *content.ljust(_RECORD, b"\0")])
     return [(theirs, bytes(record[:length]).decode(errors="replace")) for theirs, length, *record in records]

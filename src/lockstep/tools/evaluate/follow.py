@@ -276,7 +276,7 @@ class _Evaluator:
             self._alone_since = now
             has = f"has {as_clock(self._asked.patience)} to begin"
             self._tell.say(
-                f"the run in {self._folder.path} had done all its epochs before; a job that trains it on {has} "
+                f"the run in {self._folder.path} had done all its epochs before; a job that continues it {has} "
                 "(--patience)"
                 if record.ended
                 else f"no job trains in {self._folder.path}; one {has}, or to go on (--patience)"

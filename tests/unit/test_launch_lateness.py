@@ -23,7 +23,7 @@ from lockstep import _proc
 from lockstep.job import flight
 from lockstep.job.files import JobFiles
 from lockstep.job.hang import HangKind, HangVerdict, Standstill
-from lockstep.job.page import STACK_SIGNAL, Look, Pages, Phase
+from lockstep.job.page import STACK_SIGNAL, Cell, Look, Pages, Phase
 from lockstep.launch import evidence, lateness
 from lockstep.launch.evidence import Frame, Stillness
 from lockstep.launch.hangs import HangWatch
@@ -442,6 +442,19 @@ def _lines(said: list[str]) -> list[str]:
 
 _NO_ANSWER = "  (it did not answer when asked for its Python stack)"
 _SLEEPS = f"{_TAKES_STEPS}\nprint('ready', flush=True)\nthreading.Event().wait(300)"
+
+
+def test_steps_are_dated_by_when_they_were_counted_also_if_the_launcher_lost_its_turn_before(tmp_path: Path) -> None:
+    with _watched(tmp_path, _SLEEPS, _SLEEPS) as ranks:
+        before = time.monotonic()
+        for steps, late in ((3, 0.0), (13, 100.0)):
+            for rank in range(2):
+                ranks.hangs._pages.set(rank, Cell.STEPS, steps + 1)
+            ranks.look(-late)  # which began so much earlier
+        summary = ranks.hangs.summary(number=0, begin=before, machines=[("here", 2)], restarts=0, before=None)
+        assert summary is not None
+        assert summary.steps == 10
+        assert 0.0 < summary.seconds < time.monotonic() - before
 
 
 def test_a_report_waits_for_all_stacks_that_were_asked_for(tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ _COUNTS = (
 )  # fmt: skip
 #: Seconds before ranks that were suspected, and turned out not to be late, are asked for their stacks again.
 _PAUSE = 60.0
+#: Readings of the ranks' counts of which one must take less than so many seconds; else the last one counts.
+_READINGS, _AT_ONCE = 3, 0.01
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ class HangWatch:
         if self._asked is not None:
             self._asked.answers.look(now)
         if self._ledger.is_due(now) and min(self._pages.all(Cell.STEPS)[ranks.start : ranks.stop]) > WARM:
-            self._ledger.add(self.known(now), now=now, looks=self._looker.looks)
+            self._record()
 
     def told(self) -> list[list[Any]]:
         """Return the state of this machine's ranks, in JSON's types, for :meth:`hear` of the other machines'
@@ -221,7 +223,7 @@ class HangWatch:
         for rank, progress in self.progress().items():
             self._pages.note(rank, progress.memory, progress.seconds)
         self._times.add(min(look.steps or 0 for look in self._looks.values()), now)
-        self._ledger.add(self.known(now), now=now, looks=self._looker.looks)
+        self._record()
         if self._verdict is not None:
             return self._see_whether_over(states, now) or self._hear_of_nccl()
         if self._asked is not None:
@@ -260,8 +262,7 @@ class HangWatch:
             restarts: those of the job before this start.
             before: the steps that the run had before this start; None: not known.
         """
-        now = time.monotonic()
-        self._ledger.add(self.known(now), now=now, looks=self._looker.looks)
+        now = self._record()
         return Summary.of_start(
             self._ledger,
             number=number,
@@ -274,6 +275,20 @@ class HangWatch:
             restarts=restarts,
             before=before,
         )
+
+    def _record(self) -> float:
+        """Add how far the ranks have come to the ledger, and return when that was, on the monotonic clock.
+
+        This process may lose its turn at any line: the clock is read right before the ranks' counts, and both once more
+        if too much time passed meanwhile.
+        """
+        for _ in range(_READINGS):
+            now = time.monotonic()
+            known = self.known(now)
+            if time.monotonic() - now < _AT_ONCE:
+                break
+        self._ledger.add(known, now=now, looks=self._looker.looks)
+        return now
 
     @property
     def taken(self) -> int:

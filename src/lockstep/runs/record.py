@@ -155,6 +155,7 @@ class Recorder:
         """
         if self._failed or self._start is None or not any(rank.steps for rank in ranks.values()):
             return
+        counted = self._seconds()  # before a file or a folder has to be made
         try:
             if self._series is None:
                 path = self.make_folder() / f"series-{self._start['number']}{self._suffix}.bin"
@@ -170,7 +171,7 @@ class Recorder:
                 [rank.steps, rank.samples, rank.memory, *rank.seconds, rank.held, rank.collected, rank.tokens]
                 for rank in self._ranks.values()
             ]
-            self._series.add(self._seconds(), rows)
+            self._series.add(counted, rows)
             self._note_flops()
         except OSError as error:
             self._give_up(error)

@@ -52,7 +52,7 @@ def test_what_comes_and_goes_within_a_step_does_not_hide_it() -> None:
 
 
 def test_memory_that_fills_the_allocators_holes_at_times_creeps() -> None:
-    """What a rank of docs/symptoms/memory-creeps.md held, in MiB, on a machine under load."""
+    """The resident MiB, those of mapped files included, of a rank of docs/symptoms/memory-creeps.md under load."""
     held = [430, 440, 452, 456, 473, 473, 495, 495, 501, 503, 505, 505, 511, 511, 521, 523]
     held += [523, 527, 537, 539, 545, 549, 559, 561, 567, 567, 583, 585, 591, 593, 601, 607, 607]
     (growth,) = _summary(held.__getitem__, _steady, seconds=len(held) - 1).growths

@@ -6,11 +6,11 @@ A list that keeps the losses of all steps, with the graphs they came from, takes
 first. Memory that is in order rises as well, but not in this way: a cache fills up, an allocator reaches its peak, a
 second model is loaded. So the steps of a start are cut into four quarters, and the least memory of each is taken, which
 does not depend on what comes and goes within a step. Memory creeps if it rose from each quarter to the next, per step
-by at least a third of the mean: what is kept at first fills the holes that the allocator has, so that even losses of
-equal size rose by less than half of the mean in one quarter. A data set that keeps the samples it reads does the same
-in an epoch that is as long as the run, and the memory of a process does not tell the two apart; the next epoch does, in
-which no sample is new. So both are named. Only the process's own memory counts: the pages of a mapped file of samples
-come in one by one during an epoch, and the kernel can drop them at any time.
+by at least a third of the mean: what is kept at first fills the holes that the allocator has, so that even a list of
+losses of equal size has grown by less than half of the mean in one quarter. A data set that keeps the samples it reads
+does the same in an epoch that is as long as the run, and the memory of a process does not tell the two apart; the next
+epoch does, in which no sample is new. So both are named. Only the process's own memory counts: the pages of a mapped
+file of samples come in one by one during an epoch, and the kernel can drop them at any time.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ _COUNTS = (
 )  # fmt: skip
 #: Seconds before ranks that were suspected, and turned out not to be late, are asked for their stacks again.
 _PAUSE = 60.0
-#: Readings of the ranks' counts of which one must take less than so many seconds; else the last one counts.
+#: The most readings of the ranks' counts for one moment, and the seconds in which one must be done to be the last.
 _READINGS, _AT_ONCE = 3, 0.01
 
 
